@@ -44,27 +44,24 @@ Palette = Mapping[str, str]
 
 
 def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
-    """Speed over the number of steps, warm-up and compiling included, as a multiple of the baseline's (total time,
-    without one); points with the number of steps where another arm becomes the best one. None without totals."""
+    """Speed over the number of steps, warm-up and compiling included, as a multiple of the baseline's; points with the
+    number of steps where another arm becomes the best one. None without the baseline's total times."""
     known = {row.cell.arm: row for row in comparison.rows if row.cost is not None}
-    if not known:
+    base = known.get(comparison.baseline)
+    if base is None:
         return None
     # The baseline, arms that are best somewhere, then the fastest.
     needed = {comparison.baseline, *(one.arm for one in comparison.crossings)}
     every = {arm: row.cost.step_seconds for arm, row in known.items() if row.cost is not None}
     arms = sorted(every, key=lambda arm: (arm not in needed, every[arm]))[:MAX_ARMS]
-    base = known.get(comparison.baseline)
 
     def height(arm: str, steps: float) -> float:
-        seconds = known[arm].total_at(steps) or math.nan
-        return seconds if base is None else (base.total_at(steps) or math.nan) / seconds
+        return (base.total_at(steps) or math.nan) / (known[arm].total_at(steps) or math.nan)
 
     low, high = float(MIN_STEPS), _most(comparison)
     steps = [low * (high / low) ** (place / (POINTS - 1)) for place in range(POINTS)]
     caches = ", from filled caches" if comparison.start == "warm" else ""
-    title = f"Seconds to N steps, all of it included{caches}"
-    if base is not None:
-        title = f"Times as fast as {plain(comparison.baseline, 16)} by step N, warm-up included{caches}"
+    title = f"Times as fast as {plain(comparison.baseline, 16)} by step N, warm-up included{caches}"
     with _panels([title], arms, palette) as (figure, (axes,)):
         from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -76,12 +73,9 @@ def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
             }
             axes.plot(steps, [height(arm, one) for one in steps], color=palette[arm], linewidth=1.9, **look)
         axes.set(xscale="log", xlim=(low, high), xlabel="optimizer steps")
-        if base is None:
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(0, max(1.15, 1.08 * max(height(arm, high) for arm in arms)))
-            axes.axhline(1.0, color=MUTED, linewidth=1.0)
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+        axes.set_ylim(0, max(1.15, 1.08 * max(height(arm, high) for arm in arms)))
+        axes.axhline(1.0, color=MUTED, linewidth=1.0)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
         for crossed in comparison.crossings:
@@ -183,18 +177,12 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
         _title(axes, f"{unit} a second, times {plain(comparison.baseline, 24)} (95% interval)")
         longest = max(rate.high or rate.median for _, rate in rates.values())
         for place, (arm, (row, rate)) in enumerate(rates.items()):
-            text = number(rate.median)
-            if row.ratio is not None:
-                within = f" ({interval(row.ratio)})" if interval(row.ratio) else ""
-                text += (
-                    f" · {row.ratio.value:.2f}x, one run"
-                    if row.ratio.low is None
-                    else f" · {marked(row.ratio)}{within}"
-                )
+            ratio = "" if row.ratio is None else f" · {marked(row.ratio)}"
+            within = f" ({interval(row.ratio)})" if interval(row.ratio) else ""
             axes.barh(place, rate.median, height=0.55, color=palette[arm])
             if rate.low is not None and rate.high is not None:
                 axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1.4)
-            axes.text(longest * 1.02, place, text, va="center", size=9)
+            axes.text(longest * 1.02, place, f"{number(rate.median)}{ratio}{within}", va="center", size=9)
         axes.set(xlim=(0, longest * 1.5), ylim=(len(rates) - 0.5, -0.5))
         axes.set_yticks(range(len(rates)), [plain(arm) for arm in rates], color=INK, size=9)
         axes.xaxis.set_visible(False)
