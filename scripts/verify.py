@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser, positive
-from trainer.report.flags import DECISIVE_VERSIONS
 from trainer.report.page import counted
 from trainer.report.published import (
     CURVES_ALONE,
@@ -181,11 +180,6 @@ def report(name: str, row: PublishedRow, here: PublishedRow, *, command: str) ->
     remarks = list(here.compared.flags)
     if (row.spread or 0) > MAX_SPREAD:
         remarks.append(f"the published rounds spread by {row.spread:.0%}: that the ratio holds says little")
-    if ours.device != theirs.device or ours.processor != theirs.processor:
-        remarks.append("another machine than the published one: where the host limits a step, ratios go with it")
-    for package in (*DECISIVE_VERSIONS, "python"):
-        if ours.versions.get(package) != theirs.versions.get(package):
-            remarks.append(f"{package} {theirs.versions.get(package)} here, {ours.versions.get(package)} published")
     if not same_gpu and STEP in expected:
         remarks.append("times and memory are compared on a GPU of the same model alone")
     return "\n".join(
