@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
-import random
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
@@ -108,8 +105,8 @@ class Checkpoints(L.Callback):
 
     All of them are written at the end of a batch, where the loop's counters, the data order and the random states
     belong together; after ``Trainer.fit`` has returned they no longer do. Each process resumes its own random states.
-    One without any in the checkpoint (there are more processes now, or an earlier version kept the first one's only) is
-    seeded by the run's seed, the step and its rank.
+    One without any in the checkpoint (there are more processes now, or an earlier version kept the first one's only)
+    begins as any run does.
     """
 
     def __init__(
@@ -206,19 +203,15 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_own(ranks: list[dict[str, Any]], trainer: L.Trainer) -> None:
-    """Put this process's entry of ``ranks``, random states by rank, in force; where there is none, a seed of its own.
+    """Put this process's entry of ``ranks``, random states by rank, in force; where there is none, it stays as seeded.
     CUDA's only where the number of devices is the same."""
     rank, size = trainer.global_rank, trainer.world_size
     if len(ranks) < size:
         rank_zero_warn(
             f"resume: the checkpoint holds random states of {len(ranks)} processes, this run has {size}: those without "
-            "are seeded by seed, step and rank"
+            "begin as any run does"
         )
     if rank >= len(ranks):
-        seed = (int(os.environ.get("PL_GLOBAL_SEED", "0")) + trainer.global_step * size + rank) % 2**32
-        random.seed(seed)
-        numpy.random.seed(seed)
-        torch.manual_seed(seed)
         return
     states = ranks[rank]
     version, internal, gauss = states["python"]
@@ -244,8 +237,8 @@ def find_checkpoint(resume: str) -> Path:
     return found
 
 
-def step_of(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> int:
-    """Optimizer step at which ``checkpoint`` was saved.
+def opened(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """What ``checkpoint`` holds, mapped from the disk; of a directory without its weights.
 
     Reads all of it once (a second or more for a gigabyte), because torch.load compares no checksums. Raises
     ValueError when a part of it is damaged, when it is none of Lightning's or lacks one of ``parts``.
@@ -258,7 +251,7 @@ def step_of(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> int:
         loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         if missing := [part for part in parts if part not in loaded]:
             raise ValueError(f"it holds no {', '.join(missing)}")
-        return int(loaded["global_step"])
+        return {**loaded, "global_step": int(loaded["global_step"])}
     except pickle.UnpicklingError as error:  # torch's own words advise to load it without this check
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise ValueError(
@@ -275,62 +268,45 @@ def step_of(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> int:
 
 ORDER = {"batch_size": "examples a batch", "world_size": "processes", "accumulate_grad_batches": "batches a step"}
 """What decides which examples a step takes, by its name in a checkpoint, and as a person says it."""
-KEPT = ("initial_lr", "weight_decay")
-"""Settings of an optimizer that nothing changes while it trains."""
 
 
 class Resuming(L.Callback):
     """Comes before all other callbacks: refuses what does not fit before they begin, and notes what differs.
 
-    Without a checkpoint, or with one of an earlier version, there is nothing to say.
-
     Args:
         notes: The record's.
+        saved: The checkpoint, as ``opened`` gives it; None without one.
     """
 
-    def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
+    def __init__(self, notes: list[str], saved: Mapping[str, Any] | None) -> None:
+        self._notes, self._saved = notes, saved
         self._plan: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}
-        self._saved: dict[str, Any] | None = None
-        self._settings: list[set[str]] | None = None
-
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep what has to fit. Some of Lightning's strategies load checkpoints after ``on_fit_start``."""
-        self._saved = {name: checkpoint[name] for name in ("optimizer_states", "lr_schedulers")}
-        self._compare(trainer)
+        self._settings: list[set[str]] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The optimizers are there, their states are not restored yet."""
-        self._settings = [set(optimizer.param_groups[0]) for optimizer in trainer.optimizers]
-        self._compare(trainer)
-
-    def _compare(self, trainer: L.Trainer) -> None:
-        if self._settings is not None and self._saved is not None:
-            self._say(replaced(trainer, self._saved))
-            self._saved = None
+        if self._saved is not None:
+            require_fit(trainer, self._saved)
+            self._settings = [set(optimizer.param_groups[0]) for optimizer in trainer.optimizers]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All is restored. Raises ValueError where an optimizer lacks settings, which the checkpoint has taken away."""
-        for optimizer, settings in zip(trainer.optimizers, self._settings or [], strict=False):
+        for optimizer, settings in zip(trainer.optimizers, self._settings, strict=False):
             if lost := sorted(settings - optimizer.param_groups[0].keys()):
                 what = f"another optimizer than {type(optimizer).__name__}: it holds no {', '.join(lost)}"
                 raise ValueError(f"resume: the checkpoint is of {what}")
         self._plan = plan_of(trainer)
-        self._say(changes(self._before, self._plan, schedules=bool(trainer.lr_scheduler_configs)))
-        self._before, self._settings = {}, None
-
-    def _say(self, lines: Iterator[str]) -> None:
-        for line in lines:
-            self._notes.append(f"resume: {line}")
-            rank_zero_warn(f"resume: {line}")
+        if self._saved is not None:
+            before = (
+                self._saved.get("callbacks", {}).get(self.state_key, {}).get("order", {})
+            )  # none in earlier versions
+            for line in changes(before, self._plan, schedules=bool(trainer.lr_scheduler_configs)):
+                self._notes.append(f"resume: {line}")
+                rank_zero_warn(f"resume: {line}")
+        self._saved = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": self._plan}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the checkpoint's plan."""
-        self._before = state_dict["order"]
 
 
 def plan_of(trainer: L.Trainer) -> dict[str, Any]:
@@ -361,12 +337,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, schedules: boo
         yield f"trainer.max_steps was {steps}, {now['max_steps']} now: a schedule that ends with them has other rates"
 
 
-def replaced(trainer: L.Trainer, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Lines about settings of the optimizers that the ``saved`` states will replace.
-
-    Raises ValueError unless they are of optimizers and schedules like this run's: Lightning pairs off as many as both
-    have, and a schedule takes over whatever state it is given.
-    """
+def require_fit(trainer: L.Trainer, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the ``saved`` states are of as many optimizers, and of schedules like this run's:
+    Lightning pairs off as many as both have, and a schedule takes over whatever state it is given."""
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     for states, what, ours in (
         (saved["optimizer_states"], "optimizers", trainer.optimizers),
@@ -379,8 +352,3 @@ def replaced(trainer: L.Trainer, saved: Mapping[str, Any]) -> Iterator[str]:
         if lost := [name for name in own if not name.startswith("_") and name not in state]:
             kind = type(schedule).__name__
             raise ValueError(f"resume: the checkpoint's schedule is not this run's {kind}: it holds no {lost[0]}")
-    for state, optimizer in zip(saved["optimizer_states"], trainer.optimizers, strict=True):
-        for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):  # torch counts them
-            for key in KEPT:
-                if key in group and key in theirs and not math.isclose(float(group[key]), float(theirs[key])):
-                    yield f"the checkpoint's {key}={theirs[key]:g} stays, in place of this run's {group[key]:g}"

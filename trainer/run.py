@@ -26,7 +26,7 @@ from strategies.errors import is_out_of_memory, one_line
 from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, require_memory_of, task_options
 from trainer.callback import Compile
-from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss, Resuming, find_checkpoint, step_of
+from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss, Resuming, find_checkpoint, opened
 from trainer.console import ERROR_LOG, ProgressView, announce, print_end, shown
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.sentinel import Record, Sentinel
@@ -297,7 +297,7 @@ class Training(Job):
         """Build everything and train to the end, to an error or to a stop."""
         config, record = self._config, self._record
         self._stop = stop
-        checkpoint = self._checkpoint()
+        checkpoint, saved = self._checkpoint()
         self._compile = compile_callback(config, record)
         L.seed_everything(config.seed, verbose=False)
         every = config.trainer.checkpoint_every_n_steps
@@ -306,7 +306,7 @@ class Training(Job):
         checkpoints = Checkpoints(
             self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None, losses=losses
         )
-        trainer = build_trainer(config, self._run_dir, [Resuming(record.notes), compile_, checkpoints])
+        trainer = build_trainer(config, self._run_dir, [Resuming(record.notes, saved), compile_, checkpoints])
         note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
         with ProgressView(
@@ -331,15 +331,16 @@ class Training(Job):
             finally:
                 record.skipped_items = config.task.skipped_items(data)
 
-    def _checkpoint(self) -> Path | None:
+    def _checkpoint(self) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+        """Where the run resumes from, and what that holds."""
         restarted = f"restarted by {self._record.launched_by}" if self._record.restarts else ""
         if self._config.resume is None:
             if restarted:
                 self._record.notes.append(f"{restarted}: from the first step, there was no checkpoint yet")
-            return None
+            return None, None
         checkpoint = find_checkpoint(self._config.resume)
-        step = step_of(checkpoint)
-        if step >= self._config.trainer.max_steps:
+        saved = opened(checkpoint)
+        if (step := saved["global_step"]) >= self._config.trainer.max_steps:
             raise ValueError(
                 f"resume={self._config.resume}: already at step {step}, "
                 f"trainer.max_steps={self._config.trainer.max_steps} leaves nothing to do"
@@ -347,7 +348,7 @@ class Training(Job):
         self._record.resumed_from = str(checkpoint.resolve())
         if restarted:
             self._record.notes.append(f"{restarted}: from step {step}, its last checkpoint")
-        return checkpoint
+        return checkpoint, saved
 
 
 def is_first_process() -> bool:

@@ -46,9 +46,8 @@ ORDER = "The order does not continue: examples of this epoch may be trained twic
             f"1 batches a step at the checkpoint, 2 now. {SCHEDULE_COUNTS}",
         ),
         ("trainer.accumulate_grad_batches=1", f"trainer.max_steps was {STEPS}, {STEPS + 1} now: a schedule"),
-        ("task.weight_decay=0.5", "the checkpoint's weight_decay=0.05 stays, in place of this run's 0.5"),
     ],
-    ids=["batch size", "accumulation", "steps", "weight decay"],
+    ids=["batch size", "accumulation", "steps"],
 )
 def test_what_a_resumed_run_does_otherwise_is_said(run_dir: Path, tmp_path: Path, option: str, said: str) -> None:
     with pytest.warns(UserWarning, match="resume: "):

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from tests.processes import Pair, RanksFailed, on_ranks
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import train
-from trainer.checkpoints import find_checkpoint, step_of
+from trainer.checkpoints import find_checkpoint, opened
 from trainer.loops import checkpoint_io, sentinel
 from trainer.loops.checkpoint_io import INDEX, META, AtomicCheckpointIO, beside, is_directory
 from trainer.loops.fsdp2 import FSDP2
@@ -205,7 +205,7 @@ def test_a_directory_that_is_damaged_or_runs_code_is_refused(
     crossed: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     whole = folder / "directory" / "last.ckpt"
-    assert step_of(whole) == SAVED_AT
+    assert opened(whole)["global_step"] == SAVED_AT
 
     class RunsCode:
         def __reduce__(self) -> Any:
@@ -230,7 +230,7 @@ def test_a_directory_that_is_damaged_or_runs_code_is_refused(
         shutil.copytree(whole, path)
         spoil(path)
         with pytest.raises(ValueError, match=complaint) as raised:
-            step_of(path)
+            opened(path)
         assert len(str(raised.value).splitlines()) == 1
 
 
@@ -364,8 +364,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
             for owner, name in ((os, "rename"), (shutil, "rmtree")):
                 patch.setattr(owner, name, partial(counted, name, getattr(owner, name), limit))
             checkpoint_io.replace(path)
-        assert step_of(find_checkpoint(str(run))) == SAVED_AT
-        assert step_of(find_checkpoint(str(path))) == SAVED_AT
+        assert opened(find_checkpoint(str(run)))["global_step"] == SAVED_AT
+        assert opened(find_checkpoint(str(path)))["global_step"] == SAVED_AT
     assert calls == ["rename", "rename", "rmtree"]
 
 
