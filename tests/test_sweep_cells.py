@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.instant_cells import InstantCells, ledger_of
+from trainer.sweep.launcher import IsolatedLauncher
 from trainer.sweep.plan import SweepOptions
 from trainer.sweep.processes import set_aside
 
@@ -124,12 +126,10 @@ def test_finished_cells_of_other_code_run_again_and_are_named(
     assert said in capfd.readouterr().out
 
 
-def test_a_cold_cell_runs_again_for_its_warm_twin_when_the_caches_are_gone(
-    command_line: Any, cells: InstantCells
-) -> None:
+def test_a_cold_cell_runs_again_for_its_warm_twin(command_line: Any, cells: InstantCells) -> None:
     cells.fails = lambda cell: cell.entry.start == "warm"
     assert command_line(*SWEEP, "repeat=cold,warm") == 1
-    Path("sweep/caches/0-repeat=cold").rmdir()
+    assert not list(Path("sweep/caches").iterdir())
     cells.ran.clear()
     cells.fails = lambda cell: False
     assert command_line(*SWEEP, "repeat=cold,warm") == 0
@@ -168,6 +168,23 @@ def test_a_sweep_named_in_an_experiment_runs_its_cells_once(
     assert command_line("--config-dir", "mine", "experiment=arms") == 0
     assert cells.titles == ["seed=7", "seed=8"]
     assert all(cell.command[-3] == "hydra.mode=RUN" for cell in cells.ran)
+
+
+def test_a_sweeper_gets_the_objective_and_nan_for_what_failed(
+    command_line: Any, cells: InstantCells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[Any] = []
+    launch = IsolatedLauncher.launch
+
+    def noted(*given: Any, **named: Any) -> list[Any]:
+        returned.extend(launch(*given, **named))
+        return returned
+
+    monkeypatch.setattr(IsolatedLauncher, "launch", noted)
+    cells.fails = lambda cell: cell.record.label == "whole"
+    given = ("compile=eager,whole", "hydra.launcher.objective=useful_tokens_per_second")
+    assert command_line(*SWEEP, *given) == 1
+    assert [one.return_value for one in returned] == pytest.approx([100.0, math.nan], nan_ok=True)
 
 
 def test_the_launcher_has_every_option_with_its_default() -> None:

@@ -13,6 +13,7 @@ from trainer.sweep.plan import (
     Ledger,
     PlannedCell,
     SweepOptions,
+    again,
     alone,
     directory_name,
     expanded,
@@ -103,12 +104,12 @@ def test_a_sweep_is_continued_by_its_own_command_and_runs_nothing_that_a_file_al
     assert passed == ["-m", "compile=eager,whole", "--config-dir", "mine", f'hydra.sweep.dir="{sweep}"']
     with pytest.raises(ValueError, match=r"no sweep\.json in it, and nothing else to run$"):
         expanded(["-m", f"sweep={sweep}"])
-    ledger = Ledger(arguments=passed, working_directory="/work")
-    ledger.save(sweep)
-    assert shlex.split(ledger.go_on_with(sweep)) == ["python", "-m", "trainer", *typed]
-    with pytest.raises(ValueError, match="give its whole command again, in /work: ") as refused:
+    command = again(passed, sweep)
+    assert shlex.split(command) == ["python", "-m", "trainer", *typed]
+    Ledger(command=command).save(sweep)
+    with pytest.raises(ValueError, match="give its whole command again: ") as refused:
         expanded(["-m", f"sweep={sweep}"])
-    assert str(refused.value).endswith(ledger.go_on_with(sweep))
+    assert str(refused.value).endswith(command)
     assert expanded(["seed=1"]) == ["seed=1"]
     (sweep / "sweep.json").write_text("{}")
     with pytest.raises(ValueError, match="not a sweep of ours"):

@@ -157,10 +157,10 @@ def test_a_foreign_record_cannot_speak_to_the_terminal(tmp_path: Path, capfd: py
 
 
 def test_foreign_sweeps_and_references_are_read_without_control_characters(tmp_path: Path) -> None:
-    Ledger(arguments=[f"seed={ESCAPES}"], working_directory=f"/x{ESCAPES}").save(tmp_path)
+    Ledger(command=f"seed={ESCAPES}").save(tmp_path)
     ledger = Ledger.load(tmp_path)
     assert ledger is not None
-    assert (ledger.arguments, ledger.working_directory) == (["seed=]0;title[2J31m"], "/x]0;title[2J31m")
+    assert ledger.command == "seed=]0;title[2J31m"
     kept = {"workload": "mine", "device": f"H200{ESCAPES}", "processor": None, "versions": {}, "rows": []}
     (tmp_path / "kept.json").write_text(json.dumps([kept | {"baseline": "eager", "task": "mine"}]))
     assert _loaded(tmp_path / "kept.json")[0]["device"] == "H200]0;title[2J31m"
@@ -168,7 +168,7 @@ def test_foreign_sweeps_and_references_are_read_without_control_characters(tmp_p
 
 def test_a_sweep_that_moves_folders_outside_its_own_is_refused(tmp_path: Path) -> None:
     cell = {"number": 0, "overrides": [], "directory": "../precious"}
-    values = {"schema": 2, "arguments": [], "working_directory": "/", "cells": [cell]}
+    values = {"schema": 2, "cells": [cell]}
     (tmp_path / "sweep.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"sweep\.json: the folder \.\./precious of a cell lies outside"):
         Ledger.load(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,24 +227,12 @@ def task_options(command: Sequence[str]) -> str:
 
 class Mixed(MixedPrecision):
     """Autocast that clips gradients of a fused optimizer, which Lightning's own refuses: such an optimizer undoes the
-    gradient scaling inside its step. bf16 has none; of fp16 they are unscaled before, as those of any other optimizer,
-    and torch's scaler then tells the step that there is nothing left to unscale."""
+    gradient scaling inside its step. bf16 has none; of fp16 they are unscaled before, as those of any other one."""
 
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **named: Any
-    ) -> Any:
-        """Unscale, clip, and step unless a gradient is not finite."""
-        if self.scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return super().optimizer_step(optimizer, model, closure, **named)
-        result = closure()
-        if result is None and model.automatic_optimization:  # no backward, nothing to unscale
-            self._after_closure(model, optimizer)
-            return result
-        self.scaler.unscale_(optimizer)
-        self._after_closure(model, optimizer)
-        stepped = self.scaler.step(optimizer, **named)
-        self.scaler.update()
-        return stepped
+    def optimizer_step(self, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        if self.scaler is not None:
+            optimizer._step_supports_amp_scaling = False  # Lightning and torch's scaler read this at each step
+        return super().optimizer_step(optimizer, *arguments, **named)
 
     def clip_gradients(self, optimizer: Optimizer, *arguments: Any, **named: Any) -> None:
         """Clip as in full precision."""

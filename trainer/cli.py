@@ -116,8 +116,6 @@ def main() -> None:
             sys.argv += ["--config-dir", chosen]
         config.load_from_command_line(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    except launcher.CellFailed:
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (*errors.REFUSALS, OSError) as error:  # runs report their own OSErrors: this one made no folder
@@ -125,7 +123,7 @@ def main() -> None:
             raise
         errors.report(error, folders.OwnFolder.place)
         sys.exit(REFUSED)
-    sys.exit(max(exit_codes, default=0))
+    sys.exit(max([launcher.IsolatedLauncher.exit_code, *exit_codes]))
 
 
 def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:

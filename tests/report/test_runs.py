@@ -100,9 +100,9 @@ def test_a_file_that_is_no_text_or_nested_without_end_is_named(
         load(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"cells": None}, {"cells": [{"number": "x"}]}, {"arguments": [1]}])
+@pytest.mark.parametrize("wrong", [{"cells": None}, {"cells": [{"number": "x"}]}, {"command": 1}])
 def test_a_sweep_of_wrong_types_is_named(wrong: dict[str, Any], tmp_path: Path) -> None:
-    ledger = Ledger(arguments=["seed=1,2"], working_directory="/")
+    ledger = Ledger(command="python -m trainer seed=1,2")
     ledger.save(tmp_path)
     assert Ledger.load(tmp_path) == ledger
     file = tmp_path / "sweep.json"

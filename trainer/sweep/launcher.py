@@ -8,6 +8,7 @@ This is Hydra's edge: it composes the cells; what happens to them is in the othe
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.plugins import Plugins
@@ -38,6 +39,7 @@ from trainer.sweep.plan import (
     Ledger,
     PlannedCell,
     SweepOptions,
+    again,
     alone,
     directory_name,
     in_order,
@@ -55,25 +57,6 @@ OURS = re.compile(r"^[+~]*hydra([./](mode|launcher|sweep|sweeper)\b|\.run\.dir\b
 """Hydra's own overrides that belong to the sweep, not to its cells."""
 
 
-class CellFailed(RuntimeError):
-    """A cell of the sweep failed, crashed or was refused; the table has reported it already."""
-
-
-class CellReturn(JobReturn):
-    """What a sweeper gets of a cell: a figure, or CellFailed without Hydra's line on stderr, since the table has it."""
-
-    @property
-    def return_value(self) -> Any:
-        """The objective. Raises CellFailed."""
-        if isinstance(self._return_value, CellFailed):
-            raise self._return_value
-        return self._return_value
-
-    @return_value.setter
-    def return_value(self, value: Any) -> None:
-        self._return_value = value
-
-
 def register() -> None:
     """Make the launcher known to Hydra, under the one package name that Hydra 1.3 takes plug-ins from.
 
@@ -84,6 +67,7 @@ def register() -> None:
         package.__path__ = []
         sys.modules["hydra_plugins"] = package
     sys.modules[PLUGIN_MODULE] = sys.modules[__name__]
+    IsolatedLauncher.exit_code = 0
     Plugins.instance().register(IsolatedLauncher)
 
 
@@ -91,6 +75,8 @@ class IsolatedLauncher(Launcher):
     """Hydra launcher: one process for each cell, on this machine."""
 
     __module__ = PLUGIN_MODULE
+    exit_code: ClassVar[int] = 0
+    """1 once a cell did not finish."""
 
     def __init__(self, **options: object) -> None:
         self._given = options
@@ -112,7 +98,8 @@ class IsolatedLauncher(Launcher):
         directory = Path(str(self._config.hydra.sweep.dir))
         with alone(directory), stopping_signals() as signals:
             ledger = Ledger.load(directory) or Ledger()
-            ledger.arguments, ledger.working_directory = sys.argv[1:], str(Path.cwd())
+            command = again(sys.argv[1:], directory)
+            ledger.command = f"cd {shlex.quote(str(Path.cwd()))} && {command}"
             cells = self._cells(job_overrides, ledger, directory)
             ledger.save(directory)
             sweep = Sweep(directory, cells, ledger, self._console)
@@ -123,25 +110,28 @@ class IsolatedLauncher(Launcher):
         if missing := write_speeds(directory):
             self._console.print(missing)
         if signals:
-            self._console.print(f"continue with: {ledger.go_on_with(directory)}")
+            self._console.print(f"continue with: {command}")
             sys.exit(128 + signals[-1])
         if any(cell.exit_code for cell in cells):
-            self._console.print(f"run what failed again with: {ledger.go_on_with(directory)}")
+            IsolatedLauncher.exit_code = 1
+            self._console.print(f"run what failed again with: {command}")
         return [self._returned([cell for cell in cells if cell.job == job]) for job in range(len(job_overrides))]
 
     def _returned(self, cells: Sequence[PlannedCell]) -> JobReturn:
-        """What a sweeper gets of a job: the objective (of several cells, the median), or the failure."""
+        """What a sweeper gets of a job: the objective (of several cells, the median), NaN where one has failed."""
         config = self._config_of(cells[0])
-        result = CellReturn(overrides=cells[0].entry.overrides, cfg=config, hydra_cfg=config, task_name="trainer")
-        result.working_dir, result.status = str(cells[0].directory), JobStatus.COMPLETED
-        if failed := [cell for cell in cells if cell.exit_code]:
-            result.status = JobStatus.FAILED
-            result.return_value = CellFailed(f"{shlex.join(cells[0].entry.overrides)}: {failed[0].outcome}")
-            return result
-        figures = [getattr(cell.record, self.options.objective) for cell in cells if cell.exit_code == 0]
+        figures = [getattr(cell.record, self.options.objective) for cell in cells]
         known = [float(figure) for figure in figures if isinstance(figure, int | float)]
-        result.return_value = statistics.median(known) if known else None
-        return result
+        value = math.nan if any(cell.exit_code for cell in cells) else statistics.median(known) if known else None
+        return JobReturn(
+            overrides=cells[0].entry.overrides,
+            cfg=config,
+            hydra_cfg=config,
+            working_dir=str(cells[0].directory),
+            task_name="trainer",
+            status=JobStatus.COMPLETED,
+            _return_value=value,
+        )
 
     def _cells(self, job_overrides: Sequence[Sequence[str]], ledger: Ledger, directory: Path) -> list[PlannedCell]:
         """All cells in the order in which they run, entered into the ledger, each with directory and command.

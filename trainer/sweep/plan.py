@@ -209,10 +209,8 @@ class Ledger:
     """The contents of ``sweep.json``, written whole at every change."""
 
     schema: int = SCHEMA
-    arguments: list[str] = field(default_factory=list)
-    """The command line of the sweep, without the program."""
-    working_directory: str = ""
-    """Where it was given; relative paths in it begin there."""
+    command: str = ""
+    """The shell's line that continues the sweep."""
     cells: list[Entry] = field(default_factory=list)
 
     @classmethod
@@ -235,13 +233,7 @@ class Ledger:
 
     def save(self, directory: Path) -> None:
         """Write the file so that a reader sees the old one or the new one whole."""
-        values = {"go_on_with": self.go_on_with(directory), **dataclasses.asdict(self)}
-        write_json(directory / FILE_NAME, values)
-
-    def go_on_with(self, directory: Path) -> str:
-        """The shell's line that continues these runs."""
-        given = [word for word in self.arguments if not word.startswith(f"{SWEEP_DIRECTORY}=")]
-        return shlex.join(["python", "-m", "trainer", *given, f"{OPTION}{directory}"])
+        write_json(directory / FILE_NAME, dataclasses.asdict(self))
 
     def enter(self, entry: Entry) -> Entry:
         """The entry of this cell from before, or ``entry``, which becomes one."""
@@ -251,6 +243,12 @@ class Ledger:
                 return known
         self.cells.append(entry)
         return entry
+
+
+def again(arguments: Sequence[str], directory: Path) -> str:
+    """The shell's line that continues the sweep that ``arguments`` have started in ``directory``."""
+    given = [word for word in arguments if not word.startswith(f"{SWEEP_DIRECTORY}=")]
+    return shlex.join(["python", "-m", "trainer", *given, f"{OPTION}{directory}"])
 
 
 @contextlib.contextmanager
@@ -286,5 +284,4 @@ def expanded(arguments: Sequence[str]) -> list[str]:
         return ["-m", *others, f"{SWEEP_DIRECTORY}={quoted(directory)}"]
     if ledger is None:
         raise ValueError(f"{chosen[-1]}: no {FILE_NAME} in it, and nothing else to run")
-    again = f"in {ledger.working_directory}: {ledger.go_on_with(directory)}"
-    raise ValueError(f"{chosen[-1]}: give its whole command again, {again}")
+    raise ValueError(f"{chosen[-1]}: give its whole command again: {ledger.command}")

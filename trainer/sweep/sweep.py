@@ -86,9 +86,8 @@ class Sweep:
         if cell.exit_code != 0 and record.reason:
             parts.append(record.reason.splitlines()[0])
         self._print(cell, f": {' · '.join(parts)} ({len(self._cells) - len(self.ended)} left)")
-        pair = [each for each in self._cells if each.pair == cell.pair]
-        over = len(pair) == 1 or all(each.exit_code == 0 for each in pair)
-        if over and cell.caches is not None:
+        last = [each for each in self._cells if each.pair == cell.pair][-1]
+        if cell is last and cell.caches is not None:
             shutil.rmtree(cell.caches, ignore_errors=True)
 
     def _look_back(self) -> None:
@@ -112,9 +111,8 @@ class Sweep:
                     self._say(f"runs again, because the code has changed since: {versions}")
             elif entry.code != self._code and goes_on(cell.directory):
                 self._say(f"continues from a checkpoint of other code: {versions}")
-        for cell in self._cells:  # a warm cell that has to run needs the caches of the cold one
-            needs = cell.entry.start == "warm" and cell.entry.number not in finished
-            if needs and not (cell.caches and cell.caches.is_dir()):
+        for cell in self._cells:
+            if cell.entry.start == "warm" and cell.entry.number not in finished:
                 cold = self._cold(cell)
                 if finished.pop(cold.entry.number, None) is not None:
                     self._say(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
