@@ -187,8 +187,6 @@ OWN_ROWS = ("parity", "profile", "rollback", "slowdown")
 """Parts of the report that are shown in a row of their own wording, or in the verdict."""
 MUCH_WAITING = 0.05
 """Share of the time spent waiting for data above which the summary says what to do."""
-MIN_TERAFLOPS = 0.001
-"""Below, a toy's rate has no digits in this unit."""
 MUCH_SKEW = 0.03
 """Share of a step that a rank waits for the slowest one above which the summary names that."""
 
@@ -199,6 +197,7 @@ def summary(record: RunRecord) -> dict[str, str]:
     took = {kind: getattr(record, f"steady_step_seconds_{kind}") for kind in ("mean", "median", "p95")}
     memory = {"device": record.peak_device_memory_gib, "process": record.peak_process_memory_gib}
     machine = None if record.machine is None else record.machine.busy
+    share = record.model_flops_utilization_measured_peak
     rows = {
         "strategies": record.label + chosen,
         "device": _device(record),
@@ -220,7 +219,7 @@ def summary(record: RunRecord) -> dict[str, str]:
         "communication": communication_line(record.ranks),
         "useful tokens": _with("{} /s", record.useful_tokens_per_second, decimals=0)
         + ("" if record.padded_share is None else f" (padding {record.padded_share:.1%})"),
-        "TFLOP/s": _teraflops(record),
+        "utilization": "" if share is None else f"{share:.1%} of the peak measured when the run began",
         "waiting for data": _waiting(record),
         "peak memory": ", ".join(f"{where} {number(gib, 2)} GiB" for where, gib in memory.items() if gib is not None),
         "energy": _with("{} J/sample", record.joules_per_sample, decimals=3),
@@ -252,14 +251,11 @@ def _device(record: RunRecord) -> str:
 
 
 def _compiled(record: RunRecord) -> dict[str, str]:
-    validating = sum(event.kind == "recompile" and event.phase == "validating" for event in record.events)
-    graphs = _with("{} / {} / {}", record.graphs, record.graph_breaks, record.recompiles)
     cache = f" ({record.cache} start: {record.cache_hits} hits, {record.cache_misses} misses)" if record.cache else ""
     return {
         "compile": _with("{} s", record.compile_seconds, decimals=1) + cache,
         "regions compiled": _with("{} of {}", record.regions_compiled, record.regions or None),
-        "graphs / breaks / recompiles": graphs
-        + (f" ({validating} of them validation's own graphs)" if graphs and validating else ""),
+        "graphs / breaks / recompiles": _with("{} / {} / {}", record.graphs, record.graph_breaks, record.recompiles),
     }
 
 
@@ -278,9 +274,8 @@ def _parity(record: RunRecord) -> str:
         return ""
     if facts["verdict"] in ("skipped", "not compared"):
         return f"not compared: {facts['reason']}"
-    if means := (facts.get("draws") or {}).get("loss"):  # what draws other random numbers than eager
-        compiled, eager, limit = (number(means[name]) for name in ("compiled", "eager", "tolerance"))
-        return f"{facts['verdict']} (mean loss of several draws {compiled}, eager {eager}, tolerance {limit})"
+    if facts.get("draws"):  # other random numbers than eager's
+        return f"{facts['verdict']} (means of several draws)"
     # A step under manual optimization may show no loss; published records hold the verdict alone.
     seen = next((name for name in ("outputs", "loss", "gradient_norm") if name in facts), None)
     if seen is None:
@@ -302,20 +297,6 @@ def _audits(record: RunRecord) -> str:
     seen += [f"{kind} not compared" for kind in audits.not_compared]
     steps = f"{len(audits.steps)}, of steps {audits.steps[0]} to {audits.steps[-1]}"
     return f"{audits.verdict}: {steps}; {'; '.join(seen)}"
-
-
-def _teraflops(record: RunRecord) -> str:
-    rate = record.teraflops_per_second
-    shares = [
-        f"{number(share * 100, 1)}% of the {name} {number(peak)}"
-        for name, share, peak in (
-            ("datasheet's", record.model_flops_utilization, record.peak_teraflops_datasheet),
-            ("measured", record.model_flops_utilization_measured_peak, record.peak_teraflops_measured),
-        )
-        if share is not None and peak is not None
-    ]
-    utilization = f" ({record.matrix_precision}: {', '.join(shares)})" if shares else ""
-    return "" if rate is None or rate < MIN_TERAFLOPS else number(rate) + utilization
 
 
 def _waiting(record: RunRecord) -> str:
