@@ -46,14 +46,11 @@ class LogCall:
 
 
 class Restorable(Protocol):
-    """A copy of what a step may change."""
+    """A copy of what a forward may change."""
 
     @property
     def lost(self) -> str | None:
         """What a step would use up and nobody could put back; None where everything can be put back."""
-
-    def watched(self) -> AbstractContextManager[Any]:
-        """Inside, of a snapshot without weights, those that a forward writes to are kept as well."""
 
     def restore(self) -> None:
         """Put everything back; can be done any number of times."""
@@ -235,8 +232,8 @@ class Loop(Protocol):
     def apart(self) -> AbstractContextManager[None]:
         """Inside, a backward leaves the gradients of the processes apart."""
 
-    def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
-        """Copy what a step on ``batch`` may change; without ``weights``, what a forward alone may change."""
+    def snapshot(self, batch: Any) -> Restorable:
+        """Copy what the forward of a training step on ``batch`` may change."""
 
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         """Forward and backward; returns the loss, detached, divided by ``micro_batches``.

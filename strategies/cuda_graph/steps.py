@@ -306,11 +306,11 @@ def observed(loop: Loop, program: Program, batch: Any, run: Callable[[], Any]) -
         return Observation(HostState(), problems)
     for gradients in (contextlib.nullcontext(), torch.no_grad())[: 2 if loop.world_size == 1 else 1]:
         recorder = HostRecorder(loop.device, loop.unreadable(), LOG_METHODS)
-        snapshot = loop.snapshot(batch, weights=False)
+        snapshot = loop.snapshot(batch)
         if snapshot.lost is not None:
             return Observation(HostState(), [snapshot.lost])
         try:
-            with eager(program), as_capturing(), gradients, snapshot.watched(), recorder.recording(loop.module):
+            with eager(program), as_capturing(), gradients, recorder.recording(loop.module):
                 run()
         except torch.OutOfMemoryError:
             problems = ["could not be observed: out of memory"]

@@ -13,6 +13,7 @@ from strategies import Optimizer, Program, Regional, Strategy
 from strategies.compose import apply, begin, compiler_settings, eager, end
 from tests.strategies import backends
 from tests.trainer.test_step_capture import Recorded
+from trainer.guards.snapshot import Snapshot
 from trainer.loops.plain import PlainLoop
 from trainer.loops.training import CompiledTraining
 from trainer.telemetry.record import RunRecord
@@ -80,7 +81,7 @@ def test_single_steps_leave_the_training_as_it_was() -> None:
     program = Program(module=module, device=loop.device)
     (batch,) = batches(1)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    snapshot = loop.snapshot(batch)
+    snapshot = Snapshot(loop, batch)
     with eager(program):
         first = loop.step(batch)
     assert loop.steps_done == 1

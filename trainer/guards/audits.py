@@ -110,7 +110,7 @@ class Audits:
         self.sample = self._update.parameters
         if self._update.reason is not None:
             self._never["update"] = self._update.reason
-        self._forward = EagerForward(loop, program)
+        self._forward = EagerForward(loop, program, self.sample)
         self._first, self._schedule = loop.steps_done, Schedule(loop)
         self._undo.callback(loop.around_micro_batches(self._around))
 

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies import Program
 from strategies.compose import eager
@@ -76,8 +74,8 @@ class EagerSeen(Seen):
     """Whether a region drew random numbers, of which compiled code may draw others."""
     drawn: tuple[Any, ...]
     """Random generators after it."""
-    wrote: set[int]
-    """Identities of the parameters that it wrote to, a teacher's moving average for instance."""
+    wrote: bool
+    """Whether it wrote to the sample of parameters whose update is compared."""
 
     def comparison(self, multiple: float, unit: float) -> Comparison:
         """With this forward: its loss, and each buffer relative to how far it moved."""
@@ -92,15 +90,15 @@ class EagerSeen(Seen):
 class EagerForward:
     """Runs ``training_step`` under eager, where the training step itself is about to run."""
 
-    def __init__(self, loop: Loop, program: Program) -> None:
-        self._loop, self._program = loop, program
+    def __init__(self, loop: Loop, program: Program, sample: Sequence[Tensor]) -> None:
+        self._loop, self._program, self._sample = loop, program, sample
         self._gradients = False
         """Whether the step takes gradients itself."""
 
     def run(self, arguments: Mapping[str, Any]) -> EagerSeen:
         """Run the forward and put everything back. Raises what ``training_step`` raises, alike on all processes."""
         loop = self._loop
-        before = Snapshot(loop, arguments["batch"], weights=False)
+        before = Snapshot(loop, arguments["batch"], of_forward=True)
         if loop.anywhere(before.lost is not None):
             raise RuntimeError(before.lost or "a step may use up something on another process")
         error: Exception | None = None
@@ -115,6 +113,7 @@ class EagerForward:
             if not loop.anywhere(error is not None):
                 assert seen is not None
                 self._gradients = gradients
+                before.forget(loop.module.parameters())  # the step needs the memory
                 return seen
         raise error or RuntimeError("training_step failed on another process")
 
@@ -123,7 +122,7 @@ class EagerForward:
         starts = {name: before.of(buffer) for name, buffer in floating_buffers(loop.module).items()}
         apart = loop.apart() if gradients else contextlib.nullcontext()
         with eager(self._program), region_draws(self._program) as drawn, loop.quiet(), apart:
-            with torch.set_grad_enabled(gradients), before.watched() as weights:
+            with torch.set_grad_enabled(gradients):
                 loss = loop.forward_loss(arguments)
             return EagerSeen(
                 loss=loss,
@@ -132,7 +131,7 @@ class EagerForward:
                 starts=starts,
                 drew=bool(drawn),
                 drawn=random_state(),
-                wrote=weights.written,
+                wrote=any(not torch.equal(local(one), local(before.of(one))) for one in self._sample),
             )
 
 
@@ -142,60 +141,6 @@ def floating_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-class WeightsKept(TorchDispatchMode):
-    """What a forward hardly ever changes: parameters and gradients (inside, they are copied before the first operation
-    that writes to their memory), and what schedulers and groups of optimizers hold.
-
-    A teacher's moving average for instance is written to by the training step itself."""
-
-    def __init__(self, loop: Loop) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._parameters = [(one, one.data, one.grad) for one in loop.module.parameters()]
-        self._groups = [(optimizer.param_groups, [*optimizer.param_groups]) for optimizer in loop.optimizers]
-        groups = [group for _, groups in self._groups for group in groups]
-        plain: list[dict[str, Any]] = [*(vars(scheduler) for scheduler in loop.schedulers), *groups]
-        self._plain = [(held, dict(held)) for held in plain]
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._sharing: dict[int, list[Tensor]] = {}
-        for tensor in [held for parameter, _, gradient in self._parameters for held in (parameter, gradient)]:
-            if tensor is not None and tensor.layout is torch.strided:
-                self._sharing.setdefault(local(tensor).untyped_storage().data_ptr(), []).append(tensor)
-
-    @property
-    def written(self) -> set[int]:
-        """Identities of the parameters that were written to or given other tensors."""
-        replaced = {id(one) for one, data, _ in self._parameters if local(one).data_ptr() != local(data).data_ptr()}
-        return replaced | self._copies.keys()
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for parameter, data, gradient in self._parameters:
-            if local(parameter).data_ptr() != local(data).data_ptr():
-                parameter.data = data
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
-        for tensor, kept in self._copies.values():
-            tensor.detach().copy_(kept)
-        for groups, own in self._groups:
-            groups[:] = own
-        for held, before in self._plain:
-            if any(held.get(name) is not value for name, value in before.items()):
-                held.clear()
-                held.update(before)
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        schema = getattr(operation, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-            to = {one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write}
-            for tensor in pytree.tree_leaves([value for name, value in given.items() if name in to]):
-                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                    for mine in self._sharing.get(local(tensor).untyped_storage().data_ptr(), ()):
-                        self._copies.setdefault(id(mine), (mine, mine.detach().clone()))
-        return operation(*args, **kwargs)
 
 
 @contextlib.contextmanager

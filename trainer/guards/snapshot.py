@@ -20,13 +20,14 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import numpy
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -36,9 +37,7 @@ from strategies.errors import origin_of
 from strategies.loop import Loop
 from strategies.optimizer.step import ATTRIBUTE
 from strategies.torch_patches import settle_shards
-
-if TYPE_CHECKING:
-    from trainer.guards.forward import WeightsKept
+from trainer.guards.compare import local
 
 OFFLOAD_SHARE = 0.1
 """Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""
@@ -51,7 +50,6 @@ _SKIPPED = {*vars(nn.Module()), *vars(L.LightningModule()), "_compiled_call_impl
 }
 """Attributes of torch's and Lightning's base classes: hooks, the trainer, compiled calls. A step changes none."""
 _OF_OPTIMIZER = {"step", "zero_grad", ATTRIBUTE}
-_WEIGHTS = (nn.Parameter, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 _NOT_LOOKED_INTO = (
     L.Trainer, L.Callback, L.LightningDataModule, Logger, Dataset, DataLoader, Sampler, numpy.memmap, io.IOBase
 )  # fmt: skip
@@ -79,39 +77,38 @@ class Snapshot:
     in closures, and in globals that the module's methods name. Not copied are data sets, loaders, loggers, callbacks
     and objects of other libraries. An iterator comes back as another object in the same place.
 
-    Without ``weights``, for a forward, parameters, gradients, optimizers, schedulers and scalers are not kept, and
-    ``program``, whose strategies may keep something on the host, is not needed.
+    ``of_forward``, which no optimizer step follows, leaves out what optimizers keep for each parameter and the contents
+    of gradients; ``program``, whose strategies may keep something on the host, is then not needed.
     """
 
-    def __init__(self, loop: Loop, batch: Any, program: Program | None = None, *, weights: bool = True) -> None:
+    def __init__(self, loop: Loop, batch: Any, program: Program | None = None, *, of_forward: bool = False) -> None:
         settle_shards(loop.module)
         module, parameters = loop.module, list(loop.module.parameters())
-        optimizers = list(loop.optimizers) if weights else []
-        gradients = [(parameter, parameter.grad) for parameter in parameters] if weights else []
-        self._loop, self._weights, self._device = loop, weights, loop.device
+        gradients = [(parameter, parameter.grad) for parameter in parameters]
+        self._of_forward, self._device = of_forward, loop.device
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._found: dict[int, Any] = {}
-        self._put_back: list[PutBack] = [partial(settle_shards, module, gradients=weights)]
+        self._put_back: list[PutBack] = [partial(settle_shards, module, gradients=not of_forward)]
         self._iterators: dict[int, tuple[Any, list[Held]]] = {}
         self.cannot_restore: list[str] = []
         """What a step may use up and nobody can put back, in words: nothing should be run that would."""
-        self._offload = self._too_large([*(parameters if weights else []), *module.buffers()], optimizers)
+        self._offload = self._too_large([*parameters, *module.buffers()], [] if of_forward else loop.optimizers)
         self._keep(module, "self")
-        for optimizer in optimizers:
+        for optimizer in loop.optimizers:
             self._keep(optimizer, "an optimizer")
-        for scheduler in loop.schedulers if weights else []:  # a training step may step it itself
+        for scheduler in loop.schedulers:  # a training step may step it itself
             self._keep(vars(scheduler), "a scheduler")
-        for _, gradient in gradients:
+        for _, gradient in [] if of_forward else gradients:
             self._keep(gradient, "a gradient")
         for counter in loop.counters():  # of optimizer steps and zeroed gradients; checkpoints hold them
             self._keep(vars(counter), "progress")
         self._keep(batch, "the batch")
-        if weights and loop.scaler is not None:
+        if loop.scaler is not None:
             self._keep(vars(loop.scaler), "the scaler")
         self._put_back += [partial(_bind, owner, name, value) for owner, name, value in _outside_of(module.modules())]
         self._put_back += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
         self._put_back += [partial(_bind, one, "requires_grad", one.requires_grad) for one in parameters]
-        self._weights_kept: list[WeightsKept] = []
+        self._put_back += [partial(_give_data, one, one.data) for one in parameters if not is_lazy(one)]
         self._random = random_state()
         # Last, because it looks at the state that the others have put back.
         self._put_back_last = [strategy.take(program) for strategy in program.strategies] if program else []
@@ -130,34 +127,28 @@ class Snapshot:
         """A copy of ``tensor``, on the host where the device has no room for many."""
         return tensor.detach().to("cpu", copy=True) if self._offload else tensor.detach().clone()
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[WeightsKept]:
-        """Inside, of a snapshot without weights, those that are written to are kept until the next ``restore``."""
-        from trainer.guards.forward import WeightsKept
-
-        self._weights_kept.append(kept := WeightsKept(self._loop))
-        with kept:
-            yield kept
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Free the copies of ``tensors``, whose contents do not come back from now on."""
+        for tensor in tensors:
+            self._tensors.pop(id(tensor), None)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back; can be done any number of times."""
         for put_back in self._put_back:
             put_back()
-        while self._weights_kept:
-            self._weights_kept.pop().put_back()
         for iterator, places in self._iterators.values():
             again = _copied(iterator)
             for place in places:
                 assert place.put is not None
                 place.put(again)
         for tensor, kept in self._tensors.values():
-            tensor.detach().copy_(kept)
+            tensor.data.copy_(kept)  # the same contents: no graph that a user keeps need know
         set_random_state(self._random)
         for put_back in self._put_back_last:
             put_back()
 
-    def _too_large(self, tensors: list[Tensor], optimizers: list[torch.optim.Optimizer]) -> bool:
+    def _too_large(self, tensors: list[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> bool:
         if self._device.type != "cuda":
             return False
         states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
@@ -174,10 +165,10 @@ class Snapshot:
     def _keep_one(self, held: Held) -> Iterable[Held]:
         """Remember one object; returns what it holds. A container comes back before what is put into it."""
         value = held.value
-        if not _deep(value) or (not self._weights and isinstance(value, _WEIGHTS)):
+        if not _deep(value):
             return ()
         if isinstance(value, Tensor):
-            if id(value) not in self._tensors:
+            if id(value) not in self._tensors and not is_lazy(value):
                 self._tensors[id(value)] = value, self.copy(value)
             return ()
         if _is_iterator(value):
@@ -188,7 +179,7 @@ class Snapshot:
             else:
                 self.cannot_restore.append(f"{held.name} ({type(value).__name__})")
             return ()
-        if id(value) in self._found or (opened := _opened(held)) is None:
+        if id(value) in self._found or (opened := _opened(held, self._of_forward)) is None:
             return ()
         self._found[id(value)] = value
         put_back, inside = opened
@@ -200,7 +191,7 @@ class Snapshot:
 # ---- what objects hold, and how each kind of them is put back ----------------------------------------------------
 
 
-def _opened(held: Held) -> tuple[PutBack | None, Iterable[Held]] | None:
+def _opened(held: Held, of_forward: bool) -> tuple[PutBack | None, Iterable[Held]] | None:
     """What puts the object itself back to what it is now, if it can change, and what it holds, which is put back on its
     own; None for what nobody looks into."""
     value, name = held.value, held.name
@@ -224,7 +215,8 @@ def _opened(held: Held) -> tuple[PutBack | None, Iterable[Held]] | None:
         return partial(numpy.copyto, value, value.copy()), ()
     if isinstance(value, torch.optim.Optimizer):
         # A count of its own, or an optimizer that it steps; not the step in force, which a rollback may change.
-        own = {key: one for key, one in vars(value).items() if key not in _OF_OPTIMIZER and "_hooks" not in key}
+        left_out = _OF_OPTIMIZER | ({"state"} if of_forward else set())
+        own = {key: one for key, one in vars(value).items() if key not in left_out and "_hooks" not in key}
         return _attributes_restorer(value, own, vars(value).keys() - own.keys() | _OF_OPTIMIZER), _items(own, own, name)
     if isinstance(value, partial | types.MethodType | types.FunctionType):
         return None, [Held(one, name) for one in _bound(value) if _deep(one)]
@@ -296,6 +288,12 @@ def _bind(owner: Any, name: str, value: Any) -> None:
         owner[name] = value
     elif getattr(owner, name, _bind) is not value:
         setattr(owner, name, value)
+
+
+def _give_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """A step may give a parameter another tensor's memory, which compiled code and optimizers do not look at."""
+    if local(parameter).data_ptr() != local(data).data_ptr():
+        parameter.data = data
 
 
 def _functions_of(cls: type) -> list[types.FunctionType]:

@@ -182,10 +182,10 @@ class LightningLoop(Processes):
         ):
             yield
 
-    def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
+    def snapshot(self, batch: Any) -> Restorable:
         from trainer.guards.snapshot import Snapshot
 
-        return Snapshot(self, batch, weights=weights)
+        return Snapshot(self, batch, of_forward=True)
 
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         if self._manual is not None:

@@ -269,10 +269,10 @@ class OneProcess:
         loop.optimize()
         return loss
 
-    def snapshot(self, batch: Any, *, weights: bool = True) -> Restorable:
+    def snapshot(self, batch: Any) -> Restorable:
         from trainer.guards.snapshot import Snapshot
 
-        return Snapshot(cast(Loop, self), batch, weights=weights)
+        return Snapshot(cast(Loop, self), batch, of_forward=True)
 
     @contextlib.contextmanager
     def around_training_step(
