@@ -16,7 +16,6 @@ import operator
 import random
 import sys
 import types
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -66,16 +65,14 @@ class Held:
     value: Any
     name: str
     """In words that a user finds again: ``self.sampler.stream``."""
-    put: Callable[[Any], None] | None = None
-    """Puts another object into its place; None where that is not possible."""
 
 
 class Snapshot:
     """Taken when it is made: parameters and which of them want gradients, buffers, gradients, optimizers, schedulers,
     gradient scalers, training flags, progress counters, and the batch. So are the attributes of the modules: numbers,
-    tensors, arrays, random generators, iterators, containers and objects of the user's own classes. They may lie deep,
-    in closures, and in globals that the module's methods name. Not copied are data sets, loaders, loggers, callbacks
-    and objects of other libraries. An iterator comes back as another object in the same place.
+    tensors, arrays, random generators, containers and objects of the user's own classes. They may lie deep, in
+    closures, and in globals that the module's methods name. Not copied are data sets, loaders, loggers, callbacks,
+    iterators and objects of other libraries.
 
     ``of_forward``, which no optimizer step follows, leaves out what optimizers keep for each parameter and the contents
     of gradients; ``program``, whose strategies may keep something on the host, is then not needed.
@@ -89,7 +86,6 @@ class Snapshot:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._found: dict[int, Any] = {}
         self._put_back: list[PutBack] = [partial(settle_shards, module, gradients=not of_forward)]
-        self._iterators: dict[int, tuple[Any, list[Held]]] = {}
         self.cannot_restore: list[str] = []
         """What a step may use up and nobody can put back, in words: nothing should be run that would."""
         self._offload = self._too_large([*parameters, *module.buffers()], [] if of_forward else loop.optimizers)
@@ -137,11 +133,6 @@ class Snapshot:
         """Put everything back; can be done any number of times."""
         for put_back in self._put_back:
             put_back()
-        for iterator, places in self._iterators.values():
-            again = _copied(iterator)
-            for place in places:
-                assert place.put is not None
-                place.put(again)
         for tensor, kept in self._tensors.values():
             tensor.data.copy_(kept)  # the same contents: no graph that a user keeps need know
         set_random_state(self._random)
@@ -168,16 +159,13 @@ class Snapshot:
         if not _deep(value):
             return ()
         if isinstance(value, Tensor):
-            if id(value) not in self._tensors and not is_lazy(value):
+            if is_lazy(value):
+                self.cannot_restore.append(f"{held.name}, a parameter without a shape")
+            elif id(value) not in self._tensors:
                 self._tensors[id(value)] = value, self.copy(value)
             return ()
         if _is_iterator(value):
-            if id(value) in self._iterators:
-                self._iterators[id(value)][1].append(held)
-            elif (kept := _copied(value)) is not None and held.put is not None:
-                self._iterators[id(value)] = kept, [held]
-            else:
-                self.cannot_restore.append(f"{held.name} ({type(value).__name__})")
+            self.cannot_restore.append(f"{held.name} ({type(value).__name__})")
             return ()
         if id(value) in self._found or (opened := _opened(held, self._of_forward)) is None:
             return ()
@@ -191,43 +179,36 @@ class Snapshot:
 # ---- what objects hold, and how each kind of them is put back ----------------------------------------------------
 
 
-def _opened(held: Held, of_forward: bool) -> tuple[PutBack | None, Iterable[Held]] | None:
+def _opened(held: Held, of_forward: bool) -> tuple[PutBack | None, list[Held]] | None:
     """What puts the object itself back to what it is now, if it can change, and what it holds, which is put back on its
     own; None for what nobody looks into."""
     value, name = held.value, held.name
+    put_back: PutBack | None
     if isinstance(value, nn.Module):
         own = {attribute: one for attribute, one in vars(value).items() if attribute not in _SKIPPED}
         parts = [vars(value).get(part) for part in ("_modules", "_forward_hooks", "_forward_pre_hooks")]
         put = [_attributes_restorer(value, own), *(_entries_restorer(part) for part in parts if isinstance(part, dict))]
-        return lambda: [each() for each in put], [*_items(vars(value), own, name), *_held_by_module(value, name)]
+        return lambda: [each() for each in put], [*_items(own, name), *_held_by_module(value, name)]
     if isinstance(value, _NOT_LOOKED_INTO):
         return None
     if isinstance(value, dict):
-        return _entries_restorer(value), _items(value, value, name)
-    if isinstance(value, list | deque):
-        places = [(at, one) for at, one in enumerate(value) if _deep(one)]
-        return _entries_restorer(value), [Held(one, name, partial(value.__setitem__, at)) for at, one in places]
-    if isinstance(value, set | tuple):
-        return _entries_restorer(value) if isinstance(value, set) else None, [
-            Held(one, name) for one in value if _deep(one)
-        ]
+        return _entries_restorer(value), _items(value, name)
+    if isinstance(value, list | deque | set | tuple):
+        put_back = None if isinstance(value, tuple) else _entries_restorer(value)
+        return put_back, [Held(one, name) for one in value if _deep(one)]
     if isinstance(value, numpy.ndarray):
-        return partial(numpy.copyto, value, value.copy()), ()
+        return partial(numpy.copyto, value, value.copy()), []
     if isinstance(value, torch.optim.Optimizer):
         # A count of its own, or an optimizer that it steps; not the step in force, which a rollback may change.
         left_out = _OF_OPTIMIZER | ({"state"} if of_forward else set())
         own = {key: one for key, one in vars(value).items() if key not in left_out and "_hooks" not in key}
-        return _attributes_restorer(value, own, vars(value).keys() - own.keys() | _OF_OPTIMIZER), _items(own, own, name)
+        return _attributes_restorer(value, own, vars(value).keys() - own.keys() | _OF_OPTIMIZER), _items(own, name)
     if isinstance(value, partial | types.MethodType | types.FunctionType):
         return None, [Held(one, name) for one in _bound(value) if _deep(one)]
     attributes = _attributes(value)
-    inside = [
-        Held(one, f"{name}.{attribute}", partial(object.__setattr__, value, attribute))
-        for attribute, one in attributes.items()
-        if _deep(one)
-    ]
+    inside = _items(attributes, name)
     if isinstance(value, _RANDOM):
-        put_back: PutBack | None = _generator_restorer(value)
+        put_back = _generator_restorer(value)
     elif isinstance(value, LRScheduler | torch.amp.GradScaler) or _is_users(value):
         put_back = _attributes_restorer(value, attributes)
     else:  # an object of a library: its generators alone
@@ -235,11 +216,11 @@ def _opened(held: Held, of_forward: bool) -> tuple[PutBack | None, Iterable[Held
     return put_back, inside
 
 
-def _items(container: dict[str, Any], items: Mapping[Any, Any], name: str) -> list[Held]:
+def _items(items: Mapping[Any, Any], name: str) -> list[Held]:
     """``items`` of a dictionary, of a module's attributes for instance."""
     return [
         # A tensor as a key, of an optimizer's state for instance, would be fetched and printed.
-        Held(one, f"{name}.{key}" if isinstance(key, str | int) else name, partial(container.__setitem__, key))
+        Held(one, f"{name}.{key}" if isinstance(key, str | int) else name)
         for key, one in items.items()
         if _deep(one)
     ]
@@ -311,33 +292,12 @@ def _functions_of(cls: type) -> list[types.FunctionType]:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether it is used up by looking, and is no iterator of the user's own class."""
+    """Whether it is used up by looking, so that nobody can put it back, and is no iterator of the user's own class."""
     if isinstance(value, io.IOBase):  # one that is read; a log may have a line more
         return not value.closed and value.readable() and not value.writable()
     if isinstance(value, types.GeneratorType):
         return value.gi_frame is not None
     return hasattr(type(value), "__next__") and not (_is_users(value) and _attributes(value))
-
-
-def _copied(iterator: Any) -> Any:
-    """Another iterator that stands at the same place; None where there is no way to make one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # those of itertools lose this with Python 3.14
-        try:
-            if type(iterator).__module__ not in ("builtins", "itertools"):
-                return None
-            kind, arguments, *state = iterator.__reduce__()
-            inner = [_copied(each) if _is_iterator(each) else each for each in arguments]
-            if any(one is None and before is not None for one, before in zip(inner, arguments, strict=True)):
-                return None
-            made = kind(*inner)
-            if state and state[0] is not None:
-                # A cycle keeps appending to the list in its state.
-                parts = isinstance(state[0], tuple)
-                made.__setstate__(tuple(map(copy.copy, state[0])) if parts else state[0])
-        except (TypeError, AttributeError):
-            return None
-    return made
 
 
 @functools.cache
