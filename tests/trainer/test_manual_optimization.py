@@ -197,10 +197,9 @@ def test_what_is_slower_than_eager_goes_on_eager(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="on_slower=eager: 3 regions go on eager"):
             end = trained(module, tmp_path, compile_, max_epochs=54)
     facts = compile_.record.report["slowdown"]
-    # An optimizer step is three batches, and so is the steady step that it is compared with.
-    assert facts["before_the_first_step"]["eager_step_seconds"] == pytest.approx(0.003)
-    assert facts["on_later_batches"][-1]["compiled_step_seconds"] == pytest.approx(0.012)
-    assert facts["steady_step_seconds"] == pytest.approx(0.012)
+    # An optimizer step is three batches.
+    assert facts["before_the_first_step"]["eager_seconds"][0] == pytest.approx(0.003)
+    assert facts["on_later_batches"][-1]["compiled_seconds"] == pytest.approx([0.012])
     assert end.global_step == 108, "timing again in the middle of the training leaves no trace"
 
 

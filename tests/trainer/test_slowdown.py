@@ -21,7 +21,7 @@ from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
-from trainer.guards.slowdown import APART_STEPS, ENOUGH_PAIRS, SHARE, STEADY_STEPS, Sample, Slowdown
+from trainer.guards.slowdown import APART_STEPS, ENOUGH_PAIRS, FIRST_PAIRS, SHARE, STEADY_STEPS, Sample, Slowdown
 from trainer.report.run_verdict import run_verdict
 
 STEPS = STEADY_STEPS + 6 + APART_STEPS * ENOUGH_PAIRS
@@ -55,9 +55,9 @@ def test_slower_than_eager_is_said_once_with_both_figures(slow_backend: str, tmp
     facts = compile_.record.report["slowdown"]
     assert facts["slower"]
     later = facts["on_later_batches"][-1]
-    assert later["eager_step_seconds"] == pytest.approx(SECONDS)
-    assert later["compiled_step_seconds"] == pytest.approx(4 * SECONDS), "the step's own and one for each region"
-    assert facts["before_the_first_step"]["eager_step_seconds"] == pytest.approx(SECONDS)
+    assert later["eager_seconds"] == pytest.approx([SECONDS])
+    assert later["compiled_seconds"] == pytest.approx([4 * SECONDS]), "the step's own and one for each region"
+    assert facts["before_the_first_step"]["eager_seconds"] == pytest.approx([SECONDS] * FIRST_PAIRS)
     assert sum("slower than eager" in note for note in compile_.record.notes) == 1
     assert losses == pytest.approx(trained(tmp_path, Compile()), rel=1e-5), "timing leaves no trace"
 
@@ -112,15 +112,6 @@ def test_pairs_lie_apart_and_take_their_share_of_the_run_and_no_more(tmp_path: P
     assert min(after - before for before, after in itertools.pairwise(pairs)) >= APART_STEPS
     assert len(pairs) * 4 * SECONDS <= SHARE * (watched.began[-1] - watched.began[0]) + 1e-9
     assert compile_.record.report["slowdown"]["short_of_time"]
-
-
-def test_no_further_pair_is_timed_once_the_interval_is_narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
-    monkeypatch.setattr("trainer.guards.slowdown.SHARE", 10 * SHARE)
-    fit(Slow(), tmp_path, [compile_], max_steps=250)
-    facts = compile_.record.report["slowdown"]
-    assert len(facts["on_later_batches"]) == ENOUGH_PAIRS
-    assert "short_of_time" not in facts
 
 
 def test_a_run_that_is_too_short_for_a_pair_says_so(tmp_path: Path) -> None:

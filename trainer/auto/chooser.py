@@ -380,7 +380,7 @@ class Chooser:
         if self._best is not self._base and eager and chosen:
             pairs = min(len(eager), len(chosen))
             sample = Sample(eager_seconds=eager[-pairs:], compiled_seconds=chosen[-pairs:])
-            self._program.report["slowdown"] = {"before_the_first_step": sample.facts()}
+            self._program.report["slowdown"] = {"before_the_first_step": asdict(sample)}
 
     def _line(self) -> str:
         if self.choice.reason is not None:

@@ -8,6 +8,7 @@ numbers are put back. The loader is not touched.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +19,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strategies import Program
-from strategies.compose import eager
 from strategies.errors import is_out_of_memory
 from strategies.loop import Loop, SkippedStep
 from strategies.torch_patches import as_capturing
@@ -26,7 +26,7 @@ from trainer.guards import Guarding
 from trainer.guards.compare import ParityError
 from trainer.guards.parity import ParityGate
 from trainer.guards.rollback import Rollback
-from trainer.guards.slowdown import Sample, take_pair, take_sample
+from trainer.guards.slowdown import FIRST_PAIRS, Sample, take_sample
 from trainer.guards.snapshot import Snapshot
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor
@@ -117,9 +117,7 @@ class Preflight:
             if not self._lost(snapshot):
                 sample = self._within_memory(
                     "slowdown",
-                    lambda: take_pair(
-                        *(loop, self._program, lambda: loop.step(batch), own, snapshot.restore), eager_first=eager_first
-                    ),
+                    lambda: self._timed(batch, own=own, restore=snapshot.restore, eager_first=eager_first),
                 )
         hardware.resume(loop.device, peak)
         return sample
@@ -156,9 +154,9 @@ class Preflight:
             restore()
             if self.times and self.sample is None:
                 self._telemetry.phase = "timing eager"
-                self.sample = self._within_memory("slowdown", lambda: self._timed(batch))
+                self.sample = self._within_memory("slowdown", lambda: self._timed(batch, pairs=FIRST_PAIRS))
             if self.sample is not None:
-                self._report("slowdown", {"before_the_first_step": self.sample.facts()})
+                self._report("slowdown", {"before_the_first_step": dataclasses.asdict(self.sample)})
             findings.keep()
         if self._warms:
             self._warm(batch, restore)
@@ -173,16 +171,8 @@ class Preflight:
         if facts["verdict"] == "not compared":
             self._warn_not_compared(facts["reason"])
 
-    def _timed(self, batch: Any) -> Sample:
-        loop = self._loop
-
-        def step() -> Any:
-            return loop.step(batch)
-
-        with eager(self._program):
-            step()
-        step()
-        return take_sample(loop, self._program, step, steps=loop.span.steps)
+    def _timed(self, batch: Any, **how: Any) -> Sample:
+        return take_sample(self._loop, self._program, lambda: self._loop.step(batch), **how)
 
     def _warm(self, batch: Any, restore: Callable[[], None]) -> None:
         padding = self._program.padding

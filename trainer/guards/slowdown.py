@@ -28,16 +28,12 @@ SHARE = 0.05
 """Timing on later batches takes no more than this share of the time since training began."""
 APART_STEPS = 10
 """Optimizer steps between two pairs, at least."""
-SUSPECT_PAIRS, ENOUGH_PAIRS, MOST_PAIRS = 3, 8, 20
-"""Pairs that may make a run seem slower, so that the next ones may exceed the share; from which on it may be called
-slower, or need no more; and the most of them."""
-NARROW = 0.01
-"""No more are needed where the ratio's 95% interval is within this share of it on either side."""
-T_QUANTILE = 2.365
-"""Of Student's distribution for the interval over ``ENOUGH_PAIRS``; over more it errs on the wide side."""
+ENOUGH_PAIRS, MOST_PAIRS = 8, 20
+"""Pairs from which on a run may be called slower, and the most of them."""
 MAX_SECONDS = 2.0
-"""Timing on the first batch takes about this long at most, but for one step of each."""
-REPEATS = 10
+"""Timing on the first batch takes about this long at most, but for one pair."""
+FIRST_PAIRS = 6
+"""Pairs on the first batch."""
 MARGIN, MOST_OF = 1.05, 0.9
 """Slower by less than this, or in fewer of the pairs, is taken to be noise."""
 
@@ -66,67 +62,37 @@ class Sample:
         slower = sum(compiled > eager_one for eager_one, compiled in pairs)
         return self.compiled_median > MARGIN * self.eager_median and slower >= MOST_OF * len(self.eager_seconds)
 
-    @property
-    def narrow(self) -> bool:
-        """Whether a further pair would tell little."""
-        if len(self.eager_seconds) < ENOUGH_PAIRS or not all(self.eager_seconds + self.compiled_seconds):
-            return False
-        logarithms = [
-            math.log(one / other) for one, other in zip(self.eager_seconds, self.compiled_seconds, strict=True)
-        ]
-        return T_QUANTILE * statistics.stdev(logarithms) <= NARROW * math.sqrt(len(logarithms))
 
-    def facts(self) -> dict[str, Any]:
-        medians = {"eager_step_seconds": self.eager_median, "compiled_step_seconds": self.compiled_median}
-        return {**medians, **asdict(self)}
-
-
-def take_sample(loop: Loop, program: Program, step: Callable[[], Any], *, steps: int = 1) -> Sample:
-    """Time ``step``, apart from the training, eager and compiled by turns, on every process; both must have run before.
-
-    Under manual optimization it takes ``steps`` optimizer steps; the seconds are of one.
-    """
-    sample = Sample()
-    repeats = REPEATS
-    while len(sample.eager_seconds) < repeats:
-        for eagerly in (True, False) if len(sample.eager_seconds) % 2 == 0 else (False, True):
-            _add_step(sample, loop, program, step, eagerly=eagerly, steps=steps)
-        if len(sample.eager_seconds) == 1:
-            both = sample.eager_seconds[0] + sample.compiled_seconds[0]
-            repeats = loop.broadcast(max(1, min(REPEATS, int(MAX_SECONDS / max(both * steps, 1e-9)))))
-    return sample
-
-
-def take_pair(
+def take_sample(
     loop: Loop,
     program: Program,
     step: Callable[[], Any],
-    own: Callable[[], Any] | None,
-    restore: Callable[[], Any],
     *,
-    eager_first: bool,
+    pairs: int = 1,
+    own: Callable[[], Any] | None = None,
+    restore: Callable[[], Any] = lambda: None,
+    eager_first: bool = True,
 ) -> Sample:
-    """A step of each, as ``take_sample`` does, in the middle of the training. ``own`` is the run's step, where that is
-    another one; ``restore`` puts the state back, which a replay has to find as its graph left it."""
-    sample = Sample(replayed=own is not None)
-    for eagerly in (True, False) if eager_first else (False, True):
-        work = step if eagerly or own is None else own
-        for _ in range(2):  # the first one brings its code and memory back, after steps of the other kind
-            counted = Sample()
-            _add_step(counted, loop, program, work, eagerly=eagerly, steps=loop.span.steps)
-            if own is not None:
-                restore()
-        sample.eager_seconds += counted.eager_seconds
-        sample.compiled_seconds += counted.compiled_seconds
+    """Time up to ``pairs`` times ``step``, apart from the training, eager and compiled by turns, on every process.
+
+    ``own`` is the run's step, where that is another one: a replay, which has to find the state as its graph left it,
+    and ``restore`` puts that back. Under manual optimization a step may hold several optimizer steps; the seconds are
+    of one.
+    """
+    sample, began = Sample(replayed=own is not None), now()
+    while len(sample.eager_seconds) < pairs:
+        for eagerly in (eager_first, not eager_first):
+            work = step if eagerly or own is None else own
+            for _ in range(2):  # the first one brings its code and memory back, after steps of the other kind
+                with eager(program) if eagerly else contextlib.nullcontext():
+                    seconds = seconds_of(loop.device, work) / loop.span.steps
+                if own is not None:
+                    restore()
+            (sample.eager_seconds if eagerly else sample.compiled_seconds).append(seconds)
+        eager_first = not eager_first
+        if len(sample.eager_seconds) == 1 < pairs:
+            pairs = loop.broadcast(max(1, min(pairs, int(MAX_SECONDS / max(now() - began, 1e-9)))))
     return sample
-
-
-def _add_step(
-    sample: Sample, loop: Loop, program: Program, step: Callable[[], Any], *, eagerly: bool, steps: int
-) -> None:
-    with eager(program) if eagerly else contextlib.nullcontext():
-        seconds = seconds_of(loop.device, step) / steps
-    (sample.eager_seconds if eagerly else sample.compiled_seconds).append(seconds)
 
 
 class Slowdown:
@@ -150,15 +116,14 @@ class Slowdown:
         """After an optimizer step at which the telemetry has read its clock: are there enough steady steps?"""
         if self._planned or not self._loop.everywhere(self._telemetry.meter.steady.steps >= STEADY_STEPS):
             return
-        self._planned, sample = True, self._sample
-        before = 0.0 if sample is None else sample.eager_median
+        self._planned = True
         # There, eager that needs more memory than one of the devices has would end the run. So it is tried only under
         # suspicion. A step of several micro-batches holds one optimizer step only, so this errs on that side.
-        expected = MARGIN * self._loop.micro_batches * before
+        expected = MARGIN * self._loop.micro_batches * (self._sample.eager_median if self._sample else 0.0)
         if self._loop.world_size > 1 and not self._loop.anywhere(self.steady_seconds() > expected):
             self._end()
         else:
-            self._plan(4 * self.steady_seconds() if sample is None else 2 * (before + sample.compiled_median))
+            self._plan(4 * self.steady_seconds())
 
     def take(self, sample: Sample | None, *, seconds: float = 0.0) -> None:
         """A pair was timed within ``seconds`` in all; None where it could not be."""
@@ -170,17 +135,16 @@ class Slowdown:
         together = self._together
         if self._loop.anywhere(len(self.later) >= ENOUGH_PAIRS and together.slower):
             self.slower = together
-        if self.slower or len(self.later) >= MOST_PAIRS or self._loop.everywhere(together.narrow):
+        if self.slower or len(self.later) >= MOST_PAIRS:
             self._end()
         else:
             self._plan(seconds)
 
     def _plan(self, cost: float) -> None:
         """Say when the next pair, which is going to take ``cost`` seconds, is due: by the first process's clock."""
-        known = self._together if len(self.later) >= SUSPECT_PAIRS else self._sample
-        suspected = known is not None and known.slower
+        known = self._together if self.later else self._sample
         gap = APART_STEPS if self.later else 0
-        if not (suspected and len(self.later) < ENOUGH_PAIRS):
+        if known is None or not known.slower or len(self.later) >= ENOUGH_PAIRS:  # a run that seems slower soon knows
             lacking = (self._spent + cost) / SHARE - (now() - self._telemetry.began)
             gap = max(gap, math.ceil(lacking / max(self.steady_seconds(), 1e-9)))
         self._next = self._loop.broadcast(self._loop.steps_done + gap)
@@ -199,9 +163,7 @@ class Slowdown:
     def facts(self) -> dict[str, Any]:
         """For the record: what later batches showed."""
         micro = {} if self._loop.micro_batches == 1 else {"micro_batches": self._loop.micro_batches}
-        later = [one.facts() for one in self.later]
-        slower = self.slower is not None
-        return {"steady_step_seconds": self.steady_seconds(), "on_later_batches": later, "slower": slower, **micro}
+        return {"on_later_batches": [asdict(one) for one in self.later], "slower": self.slower is not None, **micro}
 
     def steady_seconds(self) -> float:
         return self._telemetry.meter.median_seconds or 0.0
