@@ -93,7 +93,7 @@ def test_a_buffer_that_hardly_moves_may_be_rounded_twice() -> None:
         before: Any = None
         seen = EagerSeen(
             loss=None, buffers={"variance": start + moved}, before=before, starts={"variance": start}, drew=False,
-            drawn=(), wrote=set(),
+            drawn=(), wrote=False,
         )  # fmt: skip
         tolerance = seen.comparison(MULTIPLES["strict"], unit).tolerance("buffers")
         assert tolerance >= 16 * unit + (2.0**-7 / moved if dtype is torch.bfloat16 else 0)

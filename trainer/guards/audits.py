@@ -88,8 +88,6 @@ class Audits:
         self._captured, self._unaudited, self._gradients, self._differs = captured, unaudited, gradients, differs
         self._mode, self._multiple = mode, MULTIPLES[mode]
         self._unit = rounding_unit(program.precision, loop.device)
-        self._noise: list[Distances] = []
-        """How far eager was from itself, a rounding off, when that was last looked into."""
         self._undo = contextlib.ExitStack()
         self._checkpoints: dict[str, int] = {}
         """Those that the training writes, and the one that it was resumed from, with their steps."""
@@ -106,7 +104,7 @@ class Audits:
         settle_shards(loop.module)  # a validation may have left gathered parameters in the place of those that train
         names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
         self._optimizer = loop.optimizers[0]
-        self._update = UpdateSample(self._optimizer, names, program, multiple=self._multiple)
+        self._update = UpdateSample(self._optimizer, names, program)
         self.sample = self._update.parameters
         if self._update.reason is not None:
             self._never["update"] = self._update.reason
@@ -126,7 +124,6 @@ class Audits:
             if program.regions or program.step is not None or program.compiled_beside_regions:
                 return self._audit(micro_batch)
             self.facts.reason = "nothing is compiled or captured"
-            self._schedule.stop()
         return self._unaudited(micro_batch)
 
     @contextlib.contextmanager
@@ -213,9 +210,9 @@ class Audits:
 
     def _see_step(self, pair: Pair, loss: Any) -> None:
         loss = loss.detach() if isinstance(loss, Tensor) else None
-        pair.step = Seen(loss=loss, buffers=copied(floating_buffers(self._loop.module)))
         alike = pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
         pair.draws_alike = alike and draws_as_eager(self._program)
+        pair.step = Seen(loss=loss, buffers=copied(floating_buffers(self._loop.module)))
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
@@ -248,7 +245,7 @@ class Audits:
 
     def _judged(self, pair: Pair, micro_batch: MicroBatch) -> list[str]:
         """What of loss and buffers is beyond its tolerance, in words; every process calls this."""
-        found = self._differences(pair)
+        found = self._differences(pair, [])
         if self._captured() and self._settles is None and pair.eager is not None:
             # What changes buffers after the forward (one that is computed again in the backward) cannot be seen later.
             self._settles = "buffers" not in found or found["buffers"].share <= 1
@@ -278,7 +275,7 @@ class Audits:
         weights = [one for one in loop.module.parameters() if one.requires_grad and one.is_floating_point()]
         with loop.quiet(), contextlib.ExitStack() as at_end:
             at_end.callback(after.restore)
-            random = loop.anywhere(pair.eager.drew and not pair.draws_alike)
+            random, noise = loop.anywhere(pair.eager.drew and not pair.draws_alike), []
             pair.eager.before.restore()
             base = self._forward.run(micro_batch.arguments)
             for number in range(SAMPLES):
@@ -288,8 +285,8 @@ class Audits:
                 if random:
                     torch.manual_seed(SEED + number)
                 again = self._forward.run(micro_batch.arguments)
-                self._noise.append(base.comparison(self._multiple, unit).distances(again.tensors))
-            found = self._differences(pair)
+                noise.append(base.comparison(self._multiple, unit).distances(again.tensors))
+            found = self._differences(pair, noise)
             for number in range(SAMPLES, SAMPLES + REPEATS):
                 if not self._beyond(found):
                     break
@@ -298,7 +295,7 @@ class Audits:
                 perturb(weights, unit, SEED + number)
                 with self._paired(micro_batch) as repeated:
                     repeated.outputs.update(micro_batch.run(micro_batch.batch))
-                shown = self._differences(repeated)
+                shown = self._differences(repeated, noise)
                 for kind in [kind for kind, one in found.items() if one.share > 1]:
                     if kind not in shown or shown[kind].share <= 1:
                         del found[kind]
@@ -306,17 +303,16 @@ class Audits:
                         self.facts.unrepeated_steps.append(self._number)
         return found
 
-    def _differences(self, pair: Pair) -> dict[str, AuditDifference]:
-        """By kind, the difference that is nearest to its tolerance or beyond it; those that say nothing left out."""
+    def _differences(self, pair: Pair, noise: list[Distances]) -> dict[str, AuditDifference]:
+        """By kind, the difference that is nearest to its tolerance or beyond it; those that say nothing left out.
+        ``noise`` is how far eager is from itself on this batch, a rounding off."""
         step, eager = pair.step, pair.eager
         if step is None or eager is None:
             return {}
         found: dict[str, AuditDifference] = {}
         comparison = eager.comparison(self._multiple, self._unit)
+        comparison.noise = noise
         apart = comparison.distances(step.tensors)
-        shapes = {kind: one.shape for kind, one in apart.items()}
-        alike = [one for one in self._noise if {kind: one[kind].shape for kind in one} == shapes]
-        self._noise = comparison.noise = alike[-SAMPLES:]
         if "loss" not in apart:
             self.facts.not_compared.setdefault("loss", "training_step returned no loss")
         for kind in [kind for kind in apart if kind not in self._never and len(apart[kind])]:
@@ -417,9 +413,6 @@ class Schedule:
         before = len(self._shapes)
         self._shapes.add(shapes_of(batch))
         return len(self._shapes) > max(1, before)
-
-    def stop(self) -> None:
-        self._next, self._shapes = math.inf, {str(number) for number in range(SHAPES)}
 
     def next(self, spent: float) -> None:
         """An audit is over, all of them have taken ``spent`` seconds; every process calls this."""
