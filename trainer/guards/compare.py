@@ -252,37 +252,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def added_up(sums: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """``(tensors,)`` on the host: ``sums`` over what this process holds of ``tensors``, added up over all that hold a
-    shard; every process calls this."""
-    if not sums:
-        return torch.empty(0)
-    alike = len({one.device for one in sums}) == 1
-    found = torch.stack([one if alike else one.cpu() for one in sums])
-    spread: dict[Any, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if hasattr(tensor, "device_mesh"):
-            spread.setdefault((tensor.device_mesh, tensor.placements), []).append(place)  # type: ignore[attr-defined]
-    for (mesh, placements), places in spread.items():
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
-        partial = [Partial() if placement.is_shard() else Replicate() for placement in placements]
-        shares = found[places].to(local(tensors[places[0]]).device)
-        found[places] = DTensor.from_local(shares, mesh, partial, run_check=False).full_tensor().to(found.device)
-    return found.cpu()
+def on_host(numbers: Sequence[Tensor]) -> Tensor:
+    """``(numbers,)``, of all shards where they are of one (DTensor); every process calls this."""
+    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in numbers]
+    alike = len({one.device for one in whole}) == 1
+    return torch.stack(whole if alike else [one.cpu() for one in whole]).cpu() if whole else torch.empty(0)
 
 
 @torch.no_grad()
 def norms(tensors: Iterable[Tensor], *, of_finite: bool = False) -> Tensor:
     """``(tensors,)`` on the host: their norms (or of what is finite), over all shards; every process calls this."""
-    own, spread = [], []
+    found = []
     for tensor in tensors:  # one at a time: differences of all parameters are as large as the model
-        held = _wide(local(tensor.detach()))
-        own.append(torch.linalg.vector_norm(held.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if of_finite else held))
-        spread.append(tensor if hasattr(tensor, "device_mesh") else own[-1])
-    if not any(hasattr(one, "device_mesh") for one in spread):
-        return added_up(own, spread)
-    return added_up([one.double() ** 2 for one in own], spread).sqrt()
+        held = _wide(tensor.detach())
+        found.append(torch.linalg.vector_norm(held.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if of_finite else held))
+    return on_host(found)
 
 
 class StepRecorder:

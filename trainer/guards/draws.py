@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from strategies import Program
 from strategies.compose import eager
 from strategies.loop import Loop
-from trainer.guards.compare import LOSS_FLOOR, added_up, apart_of, displaced, local, loss_sizes, norms
+from trainer.guards.compare import Comparison, displaced, loss_sizes, norms, on_host
 from trainer.guards.forward import region_draws
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
 
@@ -65,7 +64,7 @@ class Draws:
             return
         now = [tensor.detach().float() for tensor in tensors]
         pairs = list(zip(now, self._first, strict=True))
-        along = added_up([(local(one) * local(first)).sum() for one, first in pairs], now)
+        along = on_host([(one * first).sum() for one, first in pairs])
         lengths = along / torch.where(self._sizes > 0, self._sizes, torch.ones_like(self._sizes))
         found = torch.stack([norms(now), lengths, norms([one - first for one, first in pairs])], dim=1)
         self.losses[arm].append(loss)
@@ -115,103 +114,72 @@ def _ratio(one: list[float], other: list[float]) -> float:
 
 # ---- forwards in eval mode -------------------------------------------------------------------------------------------
 
-Outputs = tuple[dict[str, Tensor], str]
-"""Losses that a forward shows, by name, or why it shows none."""
 
-
-def compare_forwards(
+def compare_evaluation(
     loop: Loop,
     program: Program,
-    run: Callable[[], Outputs],
-    restore: Callable[[], Any],
+    snapshot: Snapshot,
+    batch: Any,
     *,
     multiple: float,
     unit: float,
     seed: int,
-) -> dict[str, Any]:
-    """Compare what ``run``, a forward, shows with what it shows under eager, on all processes alike. ``restore`` puts
-    back what the one before has changed.
-
-    ``multiple`` times what eager's losses move by, where every parameter is moved by ``unit``, relative, widens the
-    tolerance. Returned are the ``reason``, why nothing was compared, or the ``worst`` loss's name, its ``eager`` value,
-    ``difference`` (over eager's value), ``noise`` and ``tolerance``.
-    """
-    restore()
-    before = random_state()
-    with eager(program), region_draws(program) as drawn:
-        reference, why = run()
-    if drawn or (program.step is not None and drew_random_numbers(before)):
-        why = why or "the step draws random numbers"
-    if not loop.anywhere(bool(why)):
-        restore()
-        seen, why = run()
-    if loop.anywhere(bool(why)):
-        return {"reason": why or "not possible in another process"}
-    apart = {name: _farthest(seen.get(name), value) for name, value in reference.items()}
-    worst = max(apart, key=apart.__getitem__)
-    restore()  # a forward may have left gathered parameters in the place of those that train
-    parameters = [one for one in loop.module.parameters() if one.is_floating_point()]
-    noise = tolerance = 0.0
-    for sample in range(SAMPLES):
-        restore()
-        with eager(program), displaced(parameters, unit, seed + sample):
-            again, _ = run()
-        noise = max([noise, *(_farthest(again.get(name), value) for name, value in reference.items())])
-        smallest = float(loss_sizes(reference[worst].flatten(), LOSS_FLOOR)["least"])
-        tolerance = max(LOSS_FLOOR, unit, multiple * noise, smallest)
-        if sample and not loop.anywhere(apart[worst] > tolerance):
-            break
-    restore()
-    return {
-        "worst": worst,
-        "eager": float(reference[worst]),
-        "difference": apart[worst],
-        "tolerance": tolerance,
-        "noise": noise,
-    }
-
-
-def _farthest(one: Tensor | None, other: Tensor) -> float:
-    """Largest difference over the reference's largest finite value."""
-    if one is None or one.shape != other.shape:
-        return math.inf
-    difference = float(apart_of(one, other).abs().max())
-    size = float(other.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
-    return (difference / size if size and difference == difference else math.inf) if difference else 0.0
-
-
-def compare_evaluation(
-    loop: Loop, program: Program, snapshot: Snapshot, batch: Any, *, says_nothing: float, **allowed: Any
+    says_nothing: float,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Compare forwards in eval mode, each of which begins from ``snapshot``; returns complaints and facts, ``reason``
-    among these where nothing was compared.
+    """Compare forwards in eval mode, each of which begins from ``snapshot``, on all processes alike; returns complaints
+    and facts, ``reason`` among these where nothing was compared.
 
     Losses are compared: those that ``validation_step`` logs or returns where the run validates, or that of
-    ``training_step``'s forward. Other metrics may count (an accuracy), and jump where a loss moves by a rounding.
+    ``training_step``'s forward. Other metrics may count (an accuracy), and jump where a loss moves by a rounding. A
+    loss may differ by ``multiple`` times what eager's moves by where every parameter is moved by ``unit``, relative.
     """
     reasons = []
-    steps = [*(["validation_step"] if loop.validates else []), *([] if loop.manual else ["training_step"])]
-    for step in steps:
-        run = partial(_losses, loop, batch, step)
-        found = compare_forwards(loop, program, run, snapshot.restore, **allowed)
-        if "reason" in found:
-            reasons.append(f"{step}: {found['reason']}")
+    for step in [*(["validation_step"] if loop.validates else []), *([] if loop.manual else ["training_step"])]:
+        snapshot.restore()
+        before = random_state()
+        with eager(program), region_draws(program) as drawn:
+            reference, why = _losses(loop, batch, step)
+        if drawn or (program.step is not None and drew_random_numbers(before)):
+            why = why or "the step draws random numbers"
+        seen: dict[str, Tensor] = {}
+        if not loop.anywhere(bool(why)):
+            snapshot.restore()
+            seen, why = _losses(loop, batch, step)
+        if loop.anywhere(bool(why)):
+            reasons.append(f"{step}: {why or 'not possible in another process'}")
             continue
-        name, reference, apart, tolerance = (found[one] for one in ("worst", "eager", "difference", "tolerance"))
-        loss = {"name": name, "eager": reference, "difference": apart, "tolerance": tolerance}
+        comparison = Comparison(multiple)
+        sizes = [loss_sizes(one.flatten().cpu(), unit) for one in reference.values()]
+        least, size = (torch.cat([one[part] for one in sizes]) for part in ("least", "sizes"))
+        comparison.keep("loss", reference, least=least, sizes=size)
+        apart = comparison.distances({"loss": seen})["loss"]
+        snapshot.restore()  # a forward may have left gathered parameters in the place of those that train
+        parameters = [one for one in loop.module.parameters() if one.is_floating_point()]
+        for sample in range(SAMPLES):
+            snapshot.restore()
+            with eager(program), displaced(parameters, unit, seed + sample):
+                again, _ = _losses(loop, batch, step)
+            comparison.noise.append(comparison.distances({"loss": again}))
+            if sample and not loop.anywhere(bool((apart > comparison.tolerances("loss")).any())):
+                break
+        snapshot.restore()
+        tolerances = comparison.tolerances("loss")
+        worst = int((apart / tolerances).argmax())
+        name, difference, tolerance = list(reference)[worst], float(apart[worst]), float(tolerances[worst])
+        loss = {"name": name, "eager": float(reference[name]), "difference": difference, "tolerance": tolerance}
         facts = {"step": step, "loss": loss}
         if loop.anywhere(tolerance > says_nothing):
-            return [], {"reason": f"{step} differs by {found['noise']:.0%} from itself in eager", **facts}
+            return [], {"reason": f"{step} differs so much from itself in eager that errors would not show", **facts}
         line = (
-            f"in eval mode, {name} of {step} is {apart:.2e} of eager's {reference:.6g} away from it, "
+            f"in eval mode, {name} of {step} is {difference:.2e} of eager's {loss['eager']:.6g} away from it, "
             f"tolerance {tolerance:.2e}"
         )
-        return [line] if apart > tolerance else [], facts
+        return [line] if difference > tolerance else [], facts
     return [], {"reason": "; ".join(reasons) or "manual optimization without a validation"}
 
 
-def _losses(loop: Loop, batch: Any, step: str) -> Outputs:
-    """A user's step may not take this batch, or not at this moment."""
+def _losses(loop: Loop, batch: Any, step: str) -> tuple[dict[str, Tensor], str]:
+    """Losses that a forward shows, by name, or why it shows none: it may not take this batch, or not at this moment."""
     try:
         with loop.recording_logs() as logged:
             returned = loop.evaluate(batch, step)

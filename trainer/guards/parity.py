@@ -130,9 +130,13 @@ class ParityGate:
             complaints, figures = self._verdict(seen, left)
         vague = self._loop.anywhere(self._vague(figures, across))
         if not self._loop.anywhere(bool(complaints)) and (vague or self._loop.validates):
-            allowed = {"multiple": self._multiple, "unit": self._unit, "seed": SEED, "says_nothing": SAYS_NOTHING}
-            evaluation = compare_evaluation(self._loop, self._program, self._snapshot, batch, **allowed)
-            complaints, figures["evaluation"] = evaluation
+            complaints, figures["evaluation"] = compare_evaluation(
+                *(self._loop, self._program, self._snapshot, batch),
+                multiple=self._multiple,
+                unit=self._unit,
+                seed=SEED,
+                says_nothing=SAYS_NOTHING,
+            )
             vague &= "reason" in figures["evaluation"]
         failed = self._loop.anywhere(bool(complaints))
         facts = {
