@@ -143,10 +143,7 @@ class ParityGate:
             "mode": self._mode,
             "verdict": "failed" if failed else "not compared" if vague else "passed",
             **figures,
-            "steps": STEPS,
             "updated_tensors": self._updated,
-            "multiple": self._multiple,
-            "rounding_unit": self._unit,
             "calibration_steps": len(self._left.noise),
             "draws_random_numbers": drew,
             "across_seeds": across,
@@ -204,53 +201,34 @@ class ParityGate:
             "buffers": {name: buffer for name, buffer in self._loop.module.named_buffers() if buffer.numel()},
         }
 
-    def _arm(self, batch: Any, see: See, **how: Any) -> Distances:
-        """The same steps as the program is; ``see`` is shown each, and ``how`` is what ``_step`` takes for eager's."""
+    def _seen(self, batch: Any, **how: Any) -> tuple[list[Distances], Distances]:
+        """How far the same steps as the program is are from the reference's, and what they leave; ``how`` is what
+        ``_step`` takes for eager's."""
+        found: list[Distances] = []
+
+        def see(number: int, losses: Tensor, gradients: list[Tensor]) -> None:
+            found.append(self._steps[number].distances_of_step(losses, dict(zip(self._named, gradients, strict=True))))
+
         self._snapshot.restore()
         self._giving = iter(self._taken)
         for number in range(STEPS):
             self._unsettle(number)
             set_random_state(self._random_states[number])
             self._step(batch, number, see, **how)
-        return self._left.distances(self._current())
-
-    def _seen(
-        self, batch: Any, against: list[Comparison] | None = None, **how: Any
-    ) -> tuple[list[Distances], Distances]:
-        """How far the steps of an arm are from those ``against`` which they are held, and what they leave."""
-        found: list[Distances] = []
-
-        def see(number: int, losses: Tensor, gradients: list[Tensor]) -> None:
-            given = dict(zip(self._named, gradients, strict=True))
-            found.append((against or self._steps)[number].distances_of_step(losses, given))
-
-        return found, self._arm(batch, see, **how)
+        return found, self._left.distances(self._current())
 
     def _calibrate(self, batch: Any, sample: int) -> None:
-        """Add to the noise how far eager is from itself in a higher precision, here and, with more samples, close by.
-        Where there is no autocast, that is the second sample: others have weights a rounding off."""
+        """Add to the noise how far eager is from itself with weights a rounding off; the first sample under autocast,
+        and the second one without, are in a higher precision."""
         noise: Any = None
         with eager(self._program):
-            if self._lowered or (self._single and sample == 1):
-                try:
-                    near = self._nearby(batch, sample) if sample and self._lowered else None
-                    noise = self._seen(batch, near, noise=None if near is None else sample, exact=True)
-                except Exception:  # less memory than it needs, or a kernel for one precision alone
-                    self._lowered = False
+            if (self._lowered and sample == 0) or (self._single and sample == 1):
+                # There may be less memory than it needs, or a kernel for one precision alone.
+                with contextlib.suppress(Exception):
+                    noise = self._seen(batch, exact=True)
             found, left = noise or self._seen(batch, noise=sample)
         for comparison, one in zip([*self._steps, self._left], [*found, left], strict=True):
             comparison.noise.append(one)
-
-    def _nearby(self, batch: Any, sample: int) -> list[Comparison]:
-        """Eager's steps where weights are a rounding off."""
-        kept = [Comparison(self._multiple) for _ in range(STEPS)]
-
-        def keep(number: int, losses: Tensor, gradients: list[Tensor]) -> None:
-            copies = dict(zip(self._named, map(self._snapshot.copy, gradients), strict=True))
-            kept[number].keep_step(losses, copies, self._unit)
-
-        self._arm(batch, keep, noise=sample)
-        return kept
 
     def _take(self, parameters: list[Tensor]) -> dict[Tensor, Tensor]:
         """Keep the gradients that an optimizer of the reference is about to take; returns them."""
