@@ -269,41 +269,6 @@ def norms(tensors: Iterable[Tensor], *, of_finite: bool = False) -> Tensor:
     return on_host(found)
 
 
-class StepRecorder:
-    """Losses and gradients of one step under manual optimization, where nobody else stands between backward and step.
-
-    Hooks around the steps of the optimizers stand there instead (``around_steps``). Kept are the losses that
-    ``manual_backward`` was given, or else the numbers that ``training_step`` returned, and the gradients of
-    ``parameters`` that their optimizer took in its first step: the noise of a step grows in those that follow it.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._losses: list[Tensor] = []
-        self._gradients: dict[Tensor, Tensor] = {}
-
-    def see_loss(self, loss: Tensor) -> None:
-        """Keep a loss that was given to ``manual_backward``."""
-        self._losses.append(loss.float().sum())
-
-    def see_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the gradients that ``optimizer`` has just taken: clipped and unscaled, if the module does that."""
-        for parameter in parameters_of(optimizer):
-            if parameter not in self._gradients:
-                self._gradients[parameter] = gradient_of(parameter).clone()
-
-    def losses(self, returned: Tensor) -> Tensor:
-        """``(losses,)`` in their order; where no backward was seen, what was ``returned``."""
-        return torch.stack(self._losses) if self._losses else returned
-
-    def gradients(self) -> list[Tensor]:
-        """A gradient for each parameter; of one whose optimizer did not step, what has been accumulated."""
-        return [
-            self._gradients[parameter] if parameter in self._gradients else gradient_of(parameter).clone()
-            for parameter in self._parameters
-        ]
-
-
 @contextlib.contextmanager
 def displaced(parameters: Sequence[Tensor], unit: float, seed: int) -> Iterator[None]:
     """Inside, weights are one rounding off, by ``unit``, relative; see ``perturb``.
@@ -356,7 +321,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def around_steps(
-    optimizers: Iterable[torch.optim.Optimizer], before: Sequence[Callable[[torch.optim.Optimizer], Any]]
+    optimizers: Iterable[torch.optim.Optimizer], before: Callable[[torch.optim.Optimizer], Any]
 ) -> Iterator[None]:
     """Inside, ``before`` is called when an optimizer is about to change its parameters.
 
@@ -369,8 +334,7 @@ def around_steps(
 
         def evaluated() -> Any:
             result = closure() if closure is not None else None
-            for call in before:
-                call(optimizer)
+            before(optimizer)
             return result
 
         if closure is None:

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from trainer.guards.compare import (
     Comparison,
     Distances,
     ParityError,
-    StepRecorder,
     Tensors,
     around_steps,
     displaced,
@@ -85,6 +84,7 @@ class ParityGate:
             name: one for name, one in loop.module.named_parameters() if one.requires_grad
         }
         self._parameters = list(self._named.values())
+        self._giving: Iterator[dict[Tensor, Tensor]]
         self._taken: list[dict[Tensor, Tensor]] = []
         """Gradients that the reference's optimizers took."""
         exact = all(strategy.is_exact(program) for strategy in program.strategies)
@@ -278,12 +278,19 @@ class ParityGate:
             return {}
 
         if self._loop.manual:
-            recorder = StepRecorder(parameters)
-            before = [recorder.see_step, lambda optimizer: exchange(parameters_of(optimizer))]
-            with around_steps(self._loop.optimizers, before), apart:
+            losses: list[Tensor] = []
+            used: dict[Tensor, Tensor] = {}  # by an optimizer's first step: the noise grows in those that follow it
+
+            def about_to_step(optimizer: torch.optim.Optimizer) -> None:
+                of = parameters_of(optimizer)  # clipped and unscaled, if the module does that
+                used.update({one: gradient_of(one).clone() for one in of if one not in used})
+                exchange(of)
+
+            with around_steps(self._loop.optimizers, about_to_step), apart:
                 enter()
-                returned = self._loop.step(batch, recorder.see_loss)
-            see(number, recorder.losses(returned), recorder.gradients())
+                returned = self._loop.step(batch, lambda loss: losses.append(loss.float().sum()))
+            gradients = [used[one] if one in used else gradient_of(one) for one in parameters]
+            see(number, torch.stack(losses) if losses else returned, gradients)
             return
         calls = 0
 
@@ -357,21 +364,15 @@ class ParityGate:
         return complaints, figures
 
     def _draw(self, batch: Any, draws: Draws, arm: str, moving: dict[str, Tensor], seed: int) -> None:
+        def see(_: int, losses: Tensor, gradients: list[Tensor]) -> None:
+            moved = [buffer - self._snapshot.of(buffer) for buffer in moving.values()]
+            draws.add(arm, math.fsum(losses.detach().flatten().tolist()), [*gradients, *moved])
+
         self._snapshot.restore()
         self._unsettle(1)
         torch.manual_seed(SEED + seed)
-        seen: list[tuple[Tensor, list[Tensor]]] = []
-        if self._loop.manual:
-            recorder = StepRecorder(self._parameters)
-            with around_steps(self._loop.optimizers, [recorder.see_step]):
-                returned = self._loop.step(batch, recorder.see_loss)
-            seen.append((recorder.losses(returned), recorder.gradients()))
-        else:
-            self._loop.train(batch, lambda loss: seen.append((loss, [gradient_of(one) for one in self._parameters])))
-        loss, gradients = seen[0]
-        moved = [buffer - self._snapshot.of(buffer) for buffer in moving.values()]
-        losses = loss.detach().flatten().tolist()
-        draws.add(arm, math.fsum(losses) if losses else 0.0, [*gradients, *moved])
+        self._giving = iter(())
+        self._step(batch, 1, see)
 
     def _vague(self, figures: dict[str, Any], across: bool) -> bool:
         """Whether neither loss nor gradients can say much."""
