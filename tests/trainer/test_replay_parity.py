@@ -46,7 +46,6 @@ def test_a_right_replay_passes_and_trains_on_as_if_nothing_had_been_compared(tmp
     facts = compared.record.report["recorded"]["parity"]
     assert (facts["verdict"], facts["calibration_steps"]) == ("passed", 0)
     assert facts["compared"] == compared.record.report["recorded"]["captured"]
-    assert facts["updated_tensors"] > 4
     assert "parity" not in plain.record.report["recorded"]
 
 

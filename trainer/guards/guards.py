@@ -23,11 +23,9 @@ from trainer.guards.compare import (
     MULTIPLES,
     TENSOR_FLOOR,
     Comparison,
-    Distances,
     ParityError,
     Tensors,
     gradient_of,
-    moved_since,
     rounding_unit,
 )
 from trainer.guards.preflight import Lock, Preflight
@@ -315,7 +313,6 @@ class ReplayParity:
         self._name = ""
         self._peak = 0
         self._reference: tuple[Snapshot, Comparison, Callable[[], Any], Any] | None = None
-        self._updated = 0
 
     def wants(self, name: str) -> bool:
         """Whether the graph ``name`` is to be compared."""
@@ -327,9 +324,9 @@ class ReplayParity:
         self._peak = hardware.peak_bytes(self._loop.device)
         snapshot = Snapshot(self._loop, batch, self._program)
         try:
-            loss = _loss(run())
-            if loss is not None:
-                self._reference = snapshot, self._kept(loss, snapshot), run, batch
+            left = self._left(run())
+            if left["loss"]:
+                self._reference = snapshot, self._kept(left, snapshot), run, batch
         except torch.OutOfMemoryError:
             self.facts["verdict"] = "skipped, there is no memory for a second copy of the state"
         finally:
@@ -342,20 +339,19 @@ class ReplayParity:
         if self._reference is None:
             return
         (snapshot, comparison, run, batch), self._reference = self._reference, None
-        seen = self._distances(comparison, _loss(results))
+        seen = comparison.distances(self._left(results))
         complaints, figures = comparison.verdict(seen)
         if self._loop.anywhere(bool(complaints)):
             replayed = Snapshot(self._loop, batch, self._program)
             for _ in range(REPLAY_SAMPLES):
                 snapshot.restore()
-                comparison.noise.append(self._distances(comparison, _loss(run())))
+                comparison.noise.append(comparison.distances(self._left(run())))
             replayed.restore()
             complaints, figures = comparison.verdict(seen)
         self.facts["compared"].append(self._name)
         self.facts.update(
             verdict="failed" if complaints else "passed",
             calibration_steps=len(comparison.noise),
-            updated_tensors=self._updated,
             **figures,
         )
         del snapshot, comparison
@@ -368,34 +364,24 @@ class ReplayParity:
                 self.facts,
             )
 
-    def _current(self) -> Tensors:
-        module = self._loop.module
+    def _left(self, results: Any) -> Tensors:
+        """What a step leaves, by kind and name; it returned ``results``, its outputs and what it logged."""
+        module, (outputs, *_) = self._loop.module, results
+        loss = outputs.get("loss")
         named = {name: one for name, one in module.named_parameters() if one.requires_grad}
         return {
+            "loss": {"loss": loss.detach().flatten()} if isinstance(loss, Tensor) else {},
             "gradients": {name: gradient_of(one) for name, one in named.items()},
             "weights": {name: one.detach() for name, one in named.items()},
             "buffers": {name: one for name, one in module.named_buffers() if one.is_floating_point()},
         }
 
-    def _kept(self, loss: Tensor, snapshot: Snapshot) -> Comparison:
-        comparison, self._updated = Comparison(MULTIPLES[self._mode]), 0
-        kept = {kind: {name: one.clone() for name, one in some.items()} for kind, some in self._current().items()}
-        comparison.keep_step(loss, kept.pop("gradients"), self._unit)
+    def _kept(self, left: Tensors, snapshot: Snapshot) -> Comparison:
+        comparison = Comparison(MULTIPLES[self._mode])
         named: dict[str, Tensor] = dict([*self._loop.module.named_parameters(), *self._loop.module.named_buffers()])
-        for kind, tensors in kept.items():
-            moved = moved_since([snapshot.of(named[name]) for name in tensors], list(tensors.values()))
-            self._updated += int((moved != 0).sum())
-            comparison.keep_stored(kind, tensors, moved, max(TENSOR_FLOOR, 16 * self._unit))
+        for kind, tensors in left.items():
+            stored = kind in ("weights", "buffers")
+            starts = [snapshot.of(named[name]) if stored else None for name in tensors]
+            least = max(TENSOR_FLOOR, (1 if kind == "loss" else 16) * self._unit)
+            comparison.keep_stored(kind, tensors, starts, least, copy=torch.clone)
         return comparison
-
-    def _distances(self, comparison: Comparison, loss: Tensor | None) -> Distances:
-        current = self._current()
-        of_step = comparison.distances_of_step(torch.empty(0) if loss is None else loss, current.pop("gradients"))
-        return of_step | comparison.distances(current)
-
-
-def _loss(results: Any) -> Tensor | None:
-    """The loss in what a captured step returns: its outputs and what it logged."""
-    outputs, *_ = results
-    loss = outputs.get("loss")
-    return loss.detach() if isinstance(loss, Tensor) else None
