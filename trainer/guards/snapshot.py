@@ -101,7 +101,12 @@ class Snapshot:
         self._keep(batch, "the batch")
         if loop.scaler is not None:
             self._keep(vars(loop.scaler), "the scaler")
-        self._put_back += [partial(_bind, owner, name, value) for owner, name, value in _outside_of(module.modules())]
+        classes = {type(one) for one in module.modules()}
+        for owner, name, value in itertools.chain.from_iterable(map(_outside_of, classes)):
+            if isinstance(value, int | float | str):
+                self._put_back.append(partial(_bind, owner, name, value))
+            elif isinstance(value, (*_RANDOM, dict, list, set, deque)):
+                self._keep(value, name)
         self._put_back += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
         self._put_back += [partial(_bind, one, "requires_grad", one.requires_grad) for one in parameters]
         self._put_back += [partial(_give_data, one, one.data) for one in parameters if not is_lazy(one)]
@@ -188,7 +193,9 @@ def _opened(held: Held, of_forward: bool) -> tuple[PutBack | None, list[Held]] |
         own = {attribute: one for attribute, one in vars(value).items() if attribute not in _SKIPPED}
         parts = [vars(value).get(part) for part in ("_modules", "_forward_hooks", "_forward_pre_hooks")]
         put = [_attributes_restorer(value, own), *(_entries_restorer(part) for part in parts if isinstance(part, dict))]
-        return lambda: [each() for each in put], [*_items(own, name), *_held_by_module(value, name)]
+        inside = _items(own, name)
+        inside += [Held(one, f"{name}.{child}") for child, one in value._modules.items() if one is not None]
+        return lambda: [each() for each in put], inside
     if isinstance(value, _NOT_LOOKED_INTO):
         return None
     if isinstance(value, dict):
@@ -226,38 +233,20 @@ def _items(items: Mapping[Any, Any], name: str) -> list[Held]:
     ]
 
 
-def _held_by_module(module: nn.Module, name: str) -> Iterator[Held]:
-    """Submodules, and what may change among the globals that a user's class names: generators, containers."""
-    yield from (Held(one, f"{name}.{child}") for child, one in module._modules.items() if one is not None)
-    for function in _functions_of(type(module)):
-        named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        yield from (
-            Held(one, name) for name, one in named.items() if isinstance(one, (*_RANDOM, dict, list, set, deque))
-        )
-
-
-def _outside_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str, Any]]:
-    """Plain values that methods of the user's classes may bind anew outside of a module: ``(owner, name, value)``.
+def _outside_of(cls: type) -> Iterator[tuple[Any, str, Any]]:
+    """What methods of a user's class may bind anew or change outside of a module: ``(owner, name, value)``.
 
     Owners are the dictionaries of globals that they name, the classes themselves, and the cells of closures.
     """
-    found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-
-    def add(owner: Any, name: str, value: Any) -> None:
-        if isinstance(value, int | float | str) and not name.startswith("__"):
-            found[id(owner), name] = owner, name, value
-
-    for cls in {type(module) for module in modules}:
-        for base in cls.__mro__:
-            for name, value in () if _is_library(base.__module__) else vars(base).items():
-                add(base, name, value)
-        for function in _functions_of(cls):
-            for name in function.__code__.co_names:
-                add(function.__globals__, name, function.__globals__.get(name))
-            for cell in function.__closure__ or ():
-                with contextlib.suppress(ValueError):  # it is empty
-                    add(cell, "cell_contents", cell.cell_contents)
-    return list(found.values())
+    for base in cls.__mro__:
+        if not _is_library(base.__module__):
+            yield from ((base, name, value) for name, value in vars(base).items() if not name.startswith("__"))
+    for function in _functions_of(cls):
+        named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        yield from ((function.__globals__, name, value) for name, value in named.items() if not name.startswith("__"))
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                yield cell, "cell_contents", cell.cell_contents
 
 
 def _deep(value: Any) -> bool:
