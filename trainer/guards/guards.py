@@ -67,7 +67,8 @@ class Guards:
         self._guarding = dataclasses.replace(guarding, on_compile_error="eager") if chosen else guarding
         self._loop, self._program, self._telemetry, self._record = loop, program, telemetry, record
         self._chosen = chosen
-        self._steps = self._waited = 0
+        self._steps = 0
+        self._lazy = ""
         self._begun = self._stepped = self._verified = self._waits = False
         self._eagerly = contextlib.ExitStack()
         self._rollback = Rollback(self._guarding.on_compile_error, loop, program, telemetry.compiler)
@@ -164,6 +165,11 @@ class Guards:
     def finish(self) -> None:
         """The training is over, one way or another: note what was to be compiled and was not."""
         self._eagerly.close()
+        if self._waits:
+            reason = f"{self._lazy} got no shape in this training"
+            self._preflight.skip(reason)
+        if self._waits and self._program.regions:
+            self._rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
         if not self._stepped:
             return
         self._rollback.check()
@@ -201,23 +207,15 @@ class Guards:
                 self._preflight.run(batch)
 
     def _waits_for_parameters(self) -> bool:
-        """Whether parameters have no shape yet (``nn.LazyLinear``): their first batch makes them, and runs eager."""
+        """Whether parameters have no shape yet (``nn.LazyLinear``): batches run eager until one has made them."""
         lazy = [name for name, parameter in self._program.module.named_parameters() if is_lazy(parameter)]
         if not lazy:
             return False
-        named = f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''}"
-        self._waited += 1
-        self._begun = self._waited > CHANCES
-        self._waits = not self._begun
-        if self._begun:
-            reason = f"{named} got no shape in {CHANCES} batches"
-            self._preflight.skip(reason)
-            if self._program.regions:
-                self._rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
-            return True
-        if self._waited == 1:
-            line = f"{named}: no shape before the first call (nn.Lazy modules), so the first batch runs eager"
+        if not self._lazy:
+            self._lazy = f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''}"
+            line = f"{self._lazy}: no shape before the first call (nn.Lazy modules), so the first batch runs eager"
             self._program.notes.append(line)
+        self._waits = True
         self._eagerly.enter_context(eager(self._program))
         return True
 
