@@ -92,7 +92,7 @@ def test_a_buffer_that_hardly_moves_may_be_rounded_twice() -> None:
         start = torch.ones(8, dtype=dtype)
         before: Any = None
         seen = EagerSeen(
-            loss=None, buffers={"variance": start + moved}, before=before, starts={"variance": start}, drew=False,
+            left={"buffers": {"variance": start + moved}}, before=before, starts={"variance": start}, drew=False,
             drawn=(), wrote=False,
         )  # fmt: skip
         tolerance = seen.comparison(MULTIPLES["strict"], unit).tolerance("buffers")

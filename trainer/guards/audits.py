@@ -24,8 +24,8 @@ from strategies import Program
 from strategies.errors import one_line
 from strategies.loop import Around, Loop, MicroBatch
 from strategies.torch_patches import settle_shards
-from trainer.guards.compare import MULTIPLES, Distances, ParityError, perturb, rounding_unit
-from trainer.guards.forward import EagerForward, EagerSeen, Seen, UpdateSample, copied, draws_as_eager, floating_buffers
+from trainer.guards.compare import MULTIPLES, Distances, ParityError, Tensors, perturb, rounding_unit
+from trainer.guards.forward import EagerForward, EagerSeen, UpdateSample, draws_as_eager, left_by_forward
 from trainer.guards.preflight import shapes_of
 from trainer.guards.snapshot import Snapshot, drew_random_numbers
 from trainer.telemetry import hardware
@@ -56,7 +56,7 @@ class Pair:
 
     outputs: dict[str, Any]
     eager: EagerSeen | None = None
-    step: Seen | None = None
+    step: Tensors | None = None
     draws_alike: bool = False
     """Whether the step took its random numbers from where eager took them."""
     update: list[AuditDifference] | None = None
@@ -209,10 +209,9 @@ class Audits:
             self._leave_out(("loss", "buffers"), f"eager cannot run the step's forward beside it: {one_line(error)}")
 
     def _see_step(self, pair: Pair, loss: Any) -> None:
-        loss = loss.detach() if isinstance(loss, Tensor) else None
         alike = pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
         pair.draws_alike = alike and draws_as_eager(self._program)
-        pair.step = Seen(loss=loss, buffers=copied(floating_buffers(self._loop.module)))
+        pair.step = left_by_forward(loss if isinstance(loss, Tensor) else None, self._loop.module)
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
@@ -285,7 +284,7 @@ class Audits:
                 if random:
                     torch.manual_seed(SEED + number)
                 again = self._forward.run(micro_batch.arguments)
-                noise.append(base.comparison(self._multiple, unit).distances(again.tensors))
+                noise.append(base.comparison(self._multiple, unit).distances(again.left))
             found = self._differences(pair, noise)
             for number in range(SAMPLES, SAMPLES + REPEATS):
                 if not self._beyond(found):
@@ -312,7 +311,7 @@ class Audits:
         found: dict[str, AuditDifference] = {}
         comparison = eager.comparison(self._multiple, self._unit)
         comparison.noise = noise
-        apart = comparison.distances(step.tensors)
+        apart = comparison.distances(step)
         if "loss" not in apart:
             self.facts.not_compared.setdefault("loss", "training_step returned no loss")
         for kind in [kind for kind in apart if kind not in self._never and len(apart[kind])]:

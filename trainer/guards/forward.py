@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +27,8 @@ from trainer.telemetry.record import AuditDifference
 
 MAX_ELEMENTS = 1 << 20
 """Of one parameter of the sample."""
-MAX_GROUPS = 8
-"""Parameter groups that a sample is taken of, evenly spaced."""
+SAMPLE = 8
+"""Parameters whose update is compared."""
 TOLERANCE, MAX_TOLERANCE = 1e-3, 0.5
 """Relative to the update: what is allowed in any precision, since compiled kernels round differently and the gate has
 compared every update more closely; and beyond which a comparison says nothing, as for weights of few bits that hardly
@@ -41,26 +39,18 @@ State = dict[str, Any]
 """What the optimizer keeps for one parameter, and its ``weight``."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Seen:
-    """What one forward of a training step left."""
-
-    loss: Tensor | None
-    """Divided by the micro-batches of a step; None where the step returned none."""
-    buffers: dict[str, Tensor]
-    """Copies of the floating-point buffers after it."""
-
-    @property
-    def tensors(self) -> Tensors:
-        """By kind and name, what is compared."""
-        loss = {} if self.loss is None else {"loss": {"loss": self.loss.detach().flatten().cpu()}}
-        return {**loss, "buffers": self.buffers}
+def left_by_forward(loss: Tensor | None, module: nn.Module) -> Tensors:
+    """Copies of what the forward of a training step left: its loss, divided by the micro-batches of a step, and the
+    floating-point buffers of ``module``."""
+    losses = {} if loss is None else {"loss": {"loss": loss.detach().flatten().cpu()}}
+    return {**losses, "buffers": {name: one.detach().clone() for name, one in floating_buffers(module).items()}}
 
 
 @dataclass(slots=True, kw_only=True)
-class EagerSeen(Seen):
-    """The same of eager, with what it began from."""
+class EagerSeen:
+    """What eager's forward left, and what it began from."""
 
+    left: Tensors
     before: Snapshot
     starts: dict[str, Tensor]
     """The buffers before it."""
@@ -73,11 +63,11 @@ class EagerSeen(Seen):
 
     def comparison(self, multiple: float, unit: float) -> Comparison:
         """With this forward: its loss, and each buffer relative to how far it moved."""
-        made, tensors = Comparison(multiple), self.tensors
-        if "loss" in tensors:
-            made.keep("loss", tensors["loss"], **loss_sizes(tensors["loss"]["loss"], unit))
-        starts = [self.starts.get(name) for name in self.buffers]
-        made.keep_stored("buffers", self.buffers, starts, max(TENSOR_FLOOR, 16 * unit))
+        made, buffers = Comparison(multiple), self.left["buffers"]
+        if "loss" in self.left:
+            made.keep("loss", self.left["loss"], **loss_sizes(self.left["loss"]["loss"], unit))
+        starts = [self.starts.get(name) for name in buffers]
+        made.keep_stored("buffers", buffers, starts, max(TENSOR_FLOOR, 16 * unit))
         return made
 
 
@@ -119,8 +109,7 @@ class EagerForward:
             with torch.set_grad_enabled(gradients):
                 loss = loop.forward_loss(arguments)
             return EagerSeen(
-                loss=loss,
-                buffers=copied(floating_buffers(loop.module)),
+                left=left_by_forward(loss, loop.module),
                 before=before,
                 starts=starts,
                 drew=bool(drawn),
@@ -131,10 +120,6 @@ class EagerForward:
 
 def floating_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
-
-
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 @contextlib.contextmanager
@@ -171,14 +156,14 @@ def draws_as_eager(program: Program) -> bool:
 
 
 class UpdateSample:
-    """Of each parameter group the smallest parameter and one of middle size; ``names`` are by identity."""
+    """Parameters of all sizes but very large ones; ``names`` are by identity."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], program: Program) -> None:
         self._optimizer, self._names, self._program = optimizer, names, program
         with eager(program):
             self.reason = _why_not(optimizer)
         """Why nothing is compared, or None."""
-        self.parameters: list[nn.Parameter] = [] if self.reason else list(_chosen(optimizer))
+        self.parameters: list[nn.Parameter] = [] if self.reason else _chosen(optimizer)
         """The sample."""
         self._before: list[State] = []
 
@@ -240,14 +225,11 @@ class UpdateSample:
                 plain = {form: False for form in FORMS if form in group}
                 numbers = {name: float(one) if isinstance(one, Tensor) else one for name, one in group.items()}
                 groups.append({**numbers, **plain, "params": members})
-        other = object.__new__(type(optimizer))
-        hidden = ("step", "grad_scale", "found_inf")
-        vars(other).update({name: value for name, value in vars(optimizer).items() if name not in hidden})
-        other.param_groups = groups
-        kept = {weight: held for weight, held in zip(weights, states, strict=True) if held}
-        other.state = state = defaultdict(dict, kept)
-        inspect.unwrap(type(optimizer).step)(other)
-        return [{"weight": weight, **state[weight]} for weight in weights]
+        kind: Any = type(optimizer)
+        other = kind(groups)
+        other.state.update({weight: held for weight, held in zip(weights, states, strict=True) if held})
+        other.step()
+        return [{"weight": weight, **other.state[weight]} for weight in weights]
 
 
 def _why_not(optimizer: Any) -> str | None:
@@ -271,14 +253,10 @@ def _why_not(optimizer: Any) -> str | None:
     return None
 
 
-def _chosen(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    groups = optimizer.param_groups
-    for group in groups[:: max(1, -(-len(groups) // MAX_GROUPS))]:
-        made = [one for one in group["params"] if one.requires_grad and not is_lazy(one)]
-        fitting = [one for one in made if 0 < one.numel() <= MAX_ELEMENTS]
-        ordered = sorted((one for one in fitting if one.is_floating_point()), key=Tensor.numel)
-        chosen = {id(one): one for one in (*ordered[:1], *ordered[len(ordered) // 2 :][:1])}
-        yield from chosen.values()
+def _chosen(optimizer: Optimizer) -> list[nn.Parameter]:
+    given = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    fitting = [one for one in given if not is_lazy(one) and one.is_floating_point() and 0 < one.numel() <= MAX_ELEMENTS]
+    return sorted(fitting, key=Tensor.numel)[:: -(-len(fitting) // SAMPLE) or 1]
 
 
 def _copied(state: Mapping[str, Any]) -> State:
