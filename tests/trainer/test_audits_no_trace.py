@@ -159,7 +159,7 @@ def test_a_loss_scaler_that_leaves_steps_out_raises_no_alarm(tmp_path: Path) -> 
     assert scaler.get_scale() < 2.0**120, "steps were left out"
 
 
-def test_one_look_at_a_gradient_penalty_takes_gradients(tmp_path: Path) -> None:
+def test_a_step_that_takes_gradients_itself_is_not_audited_and_says_so(tmp_path: Path) -> None:
     class Penalty(Blocks):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x_BD = batch[0].detach().requires_grad_()
@@ -168,20 +168,20 @@ def test_one_look_at_a_gradient_penalty_takes_gradients(tmp_path: Path) -> None:
 
     _, record, error = audited(Penalty(), tmp_path, regional())
     assert error is None
-    assert record.audits.worst["loss"].share <= 1
-    assert not record.audits.not_compared
+    assert record.audits.not_compared["loss"].startswith("eager cannot run the step's forward beside it")
+    assert record.audits.worst["update"].share <= 1
 
 
 def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
-    from trainer.guards.forward import EagerForward
+    from trainer.guards import audits
 
     taken: list[float] = []
-    look = EagerForward.run
+    look = audits.eager_forward
 
-    def slow(self: Any, arguments: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
         CLOCK.sleep(0.2)
         taken.append(CLOCK.now)
-        return look(self, arguments)
+        return look(*arguments)
 
     class Steps(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -190,7 +190,7 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         stop_time(patch)
         patch.setattr("trainer.guards.audits.time", CLOCK)
-        patch.setattr(EagerForward, "run", slow)
+        patch.setattr(audits, "eager_forward", slow)
         _, record, error = audited(Blocks(), tmp_path, regional("eager"), Steps(), max_steps=600)
     assert error is None
     assert record.audits.steps[:5] == [1, 2, 4, 8, 16]
@@ -200,15 +200,15 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
 
 
 def test_audited_seconds_are_no_part_of_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.guards.forward import EagerForward
+    from trainer.guards import audits
 
-    look = EagerForward.run
+    look = audits.eager_forward
 
-    def slow(self: Any, arguments: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
         CLOCK.sleep(100.0)
-        return look(self, arguments)
+        return look(*arguments)
 
-    monkeypatch.setattr(EagerForward, "run", slow)
+    monkeypatch.setattr(audits, "eager_forward", slow)
     stop_time(monkeypatch)
     _, record, _ = audited(Blocks(), tmp_path, regional("eager"))
     assert record.audits.steps[:4] == [1, 2, 4, 8]

@@ -25,7 +25,7 @@ from strategies.errors import one_line
 from strategies.loop import Around, Loop, MicroBatch
 from strategies.torch_patches import settle_shards
 from trainer.guards.compare import MULTIPLES, Distances, ParityError, Tensors, perturb, rounding_unit
-from trainer.guards.forward import EagerForward, EagerSeen, UpdateSample, draws_as_eager, left_by_forward
+from trainer.guards.forward import EagerSeen, UpdateSample, draws_as_eager, eager_forward, left_by_forward
 from trainer.guards.preflight import shapes_of
 from trainer.guards.snapshot import Snapshot, drew_random_numbers
 from trainer.telemetry import hardware
@@ -108,7 +108,6 @@ class Audits:
         self.sample = self._update.parameters
         if self._update.reason is not None:
             self._never["update"] = self._update.reason
-        self._forward = EagerForward(loop, program, self.sample)
         self._first, self._schedule = loop.steps_done, Schedule(loop)
         self._undo.callback(loop.around_micro_batches(self._around))
 
@@ -204,9 +203,12 @@ class Audits:
         if {"loss", "buffers"} <= self._never.keys():
             return
         try:
-            pair.eager = self._forward.run(arguments)
+            pair.eager = self._eager_forward(arguments)
         except Exception as error:
             self._leave_out(("loss", "buffers"), f"eager cannot run the step's forward beside it: {one_line(error)}")
+
+    def _eager_forward(self, arguments: Mapping[str, Any]) -> EagerSeen:
+        return eager_forward(self._loop, self._program, arguments, self.sample)
 
     def _see_step(self, pair: Pair, loss: Any) -> None:
         alike = pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
@@ -276,14 +278,14 @@ class Audits:
             at_end.callback(after.restore)
             random, noise = loop.anywhere(pair.eager.drew and not pair.draws_alike), []
             pair.eager.before.restore()
-            base = self._forward.run(micro_batch.arguments)
+            base = self._eager_forward(micro_batch.arguments)
             for number in range(SAMPLES):
                 after.restore()
                 perturb(weights, unit * (1, 4)[number % 2], SEED + number)
                 pair.eager.before.restore()
                 if random:
                     torch.manual_seed(SEED + number)
-                again = self._forward.run(micro_batch.arguments)
+                again = self._eager_forward(micro_batch.arguments)
                 noise.append(base.comparison(self._multiple, unit).distances(again.left))
             found = self._differences(pair, noise)
             for number in range(SAMPLES, SAMPLES + REPEATS):

@@ -148,9 +148,8 @@ class Comparison:
         for kind in (one for one in self._kept if one in tensors):  # in one order in all processes: they add up norms
             kept, given = self._kept[kind], tensors[kind]
             pairs = [(given.get(name), one) for name, one in kept.tensors.items()]
-            alike = [one is not None and one.shape == other.shape for one, other in pairs]
-            apart = iter(norms(apart_of(one, other) for one, other in pairs if _alike(one, other)).tolist())
-            away = torch.tensor([next(apart) if same else math.inf for same in alike], dtype=torch.float64)
+            far = torch.tensor(math.inf)
+            away = norms(apart_of(one, other) if _alike(one, other) else far for one, other in pairs).double()
             relative = (away / kept.sizes).nan_to_num(nan=math.inf, posinf=math.inf)
             found[kind] = torch.where((away == 0) | ~kept.sizes.isfinite(), torch.zeros_like(away), relative)
         return found

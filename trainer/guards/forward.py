@@ -71,51 +71,37 @@ class EagerSeen:
         return made
 
 
-class EagerForward:
-    """Runs ``training_step`` under eager, where the training step itself is about to run."""
-
-    def __init__(self, loop: Loop, program: Program, sample: Sequence[Tensor]) -> None:
-        self._loop, self._program, self._sample = loop, program, sample
-        self._gradients = False
-        """Whether the step takes gradients itself."""
-
-    def run(self, arguments: Mapping[str, Any]) -> EagerSeen:
-        """Run the forward and put everything back. Raises what ``training_step`` raises, alike on all processes."""
-        loop = self._loop
-        before = Snapshot(loop, arguments["batch"], of_forward=True)
-        if loop.anywhere(before.lost is not None):
-            raise RuntimeError(before.lost or "a step may use up something on another process")
-        error: Exception | None = None
-        for gradients in (False, True)[self._gradients :]:
-            seen = error = None
-            try:
-                seen = self._forward(arguments, before, gradients)
-            except Exception as caught:
-                error = caught
-            finally:
-                before.restore()
-            if not loop.anywhere(error is not None):
-                assert seen is not None
-                self._gradients = gradients
-                before.forget(loop.module.parameters())  # the step needs the memory
-                return seen
-        raise error or RuntimeError("training_step failed on another process")
-
-    def _forward(self, arguments: Mapping[str, Any], before: Snapshot, gradients: bool) -> EagerSeen:
-        loop = self._loop
-        starts = {name: before.of(buffer) for name, buffer in floating_buffers(loop.module).items()}
-        apart = loop.apart() if gradients else contextlib.nullcontext()
-        with eager(self._program), region_draws(self._program) as drawn, loop.quiet(), apart:
-            with torch.set_grad_enabled(gradients):
+def eager_forward(
+    loop: Loop, program: Program, arguments: Mapping[str, Any], sample: Sequence[nn.Parameter]
+) -> EagerSeen:
+    """Run ``training_step`` under eager, without gradients, where the training step itself is about to run, and put
+    everything back. Raises what ``training_step`` raises, alike on all processes."""
+    before = Snapshot(loop, arguments["batch"], of_forward=True)
+    if loop.anywhere(before.lost is not None):
+        raise RuntimeError(before.lost or "a step may use up something on another process")
+    starts = {name: before.of(buffer) for name, buffer in floating_buffers(loop.module).items()}
+    seen: EagerSeen | None = None
+    error: Exception | None = None
+    try:
+        with eager(program), region_draws(program) as drawn, loop.quiet():
+            with torch.no_grad():
                 loss = loop.forward_loss(arguments)
-            return EagerSeen(
+            seen = EagerSeen(
                 left=left_by_forward(loss, loop.module),
                 before=before,
                 starts=starts,
                 drew=bool(drawn),
                 drawn=random_state(),
-                wrote=any(not torch.equal(local(one), local(before.of(one))) for one in self._sample),
+                wrote=any(not torch.equal(local(one), local(before.of(one))) for one in sample),
             )
+    except Exception as caught:
+        error = caught
+    finally:
+        before.restore()
+    if loop.anywhere(error is not None) or seen is None:
+        raise error or RuntimeError("training_step failed on another process")
+    before.forget(loop.module.parameters())  # the step needs the memory
+    return seen
 
 
 def floating_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
