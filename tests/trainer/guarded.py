@@ -19,11 +19,11 @@ from tests.trainer.lightning_modules import Blocks
 class Noisy(nn.Module):
     """A block with dropout and running statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.norm = nn.BatchNorm1d(8)
-        self.dropout = nn.Dropout(0.3)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         return x_BD + self.dropout(self.norm(self.linear(x_BD)))
@@ -32,9 +32,9 @@ class Noisy(nn.Module):
 class Traceable(Blocks):
     """Dropout, running statistics, Adam, a schedule, a counter, a list and a metric of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Noisy() for _ in range(3))
+        self.layers = nn.ModuleList(Noisy(dropout) for _ in range(3))
         self.calls = 0
         self.seen: list[float] = []
         self.facts: dict[str, Any] = {"total": torch.zeros(()), "largest": None}

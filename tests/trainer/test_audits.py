@@ -71,7 +71,7 @@ def test_somebody_elses_optimizer_strategy_is_given_up_where_it_is_not_eager(tmp
 def test_spoilt_running_statistics_are_found(tmp_path: Path) -> None:
     if "tests_spoils_buffers" not in torch.compiler.list_backends(()):
         torch._dynamo.register_backend(spoils_buffers, name="tests_spoils_buffers")
-    module, fault = Traceable(), FaultFrom(3)
+    module, fault = Traceable(dropout=0.0), FaultFrom(3)
     FAULT["buffers"] = [module.layers[1].norm.running_var]
     _, record, error = audited(module, tmp_path, regional("tests_spoils_buffers"), fault)
     assert "step 4 is not eager's: buffer 'layers.1.norm.running_var' " in str(error)
@@ -93,7 +93,7 @@ def test_a_buffer_that_hardly_moves_may_be_rounded_twice() -> None:
         before: Any = None
         seen = EagerSeen(
             left={"buffers": {"variance": start + moved}}, before=before, starts={"variance": start}, drew=False,
-            drawn=(), wrote=False,
+            wrote=False,
         )  # fmt: skip
         tolerance = seen.comparison(MULTIPLES["strict"], unit).tolerance("buffers")
         assert tolerance >= 16 * unit + (2.0**-7 / moved if dtype is torch.bfloat16 else 0)

@@ -31,7 +31,7 @@ for name, given in (
 ):
     torch._dynamo.reset()
     L.seed_everything(0, verbose=False)
-    module = Traceable()
+    module = Traceable(dropout=0.0)
     data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
     backend = wrong if rank and name in ("wrong", "eager") else "eager"
     compile_ = Compile([Regional(backend=backend), Optimizer(backend="eager")], **given)

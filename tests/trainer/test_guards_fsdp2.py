@@ -28,7 +28,7 @@ def trained(backend: str, **options: Any) -> dict[str, Any]:
     """Nine steps."""
     torch._dynamo.reset()
     L.seed_everything(0, verbose=False)
-    module = Traceable()
+    module = Traceable(dropout=0.0)
     data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
     compile_ = Compile([Regional(backend=backend)], verbose=False, save=False, **options)
     trainer = quiet_trainer(

@@ -39,7 +39,7 @@ class Tagger(L.LightningModule):
         super().__init__()
         self.words = nn.Embedding(11, 8)
         self.layers = nn.ModuleList(Words() for _ in range(2))
-        self.statistics = Noisy()
+        self.statistics = Noisy(0.3)
         self.head = nn.Linear(8, 1)
         self.losses: list[float] = []
         self.surprise = surprise

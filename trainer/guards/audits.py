@@ -25,9 +25,9 @@ from strategies.errors import one_line
 from strategies.loop import Around, Loop, MicroBatch
 from strategies.torch_patches import settle_shards
 from trainer.guards.compare import MULTIPLES, Distances, ParityError, Tensors, perturb, rounding_unit
-from trainer.guards.forward import EagerSeen, UpdateSample, draws_as_eager, eager_forward, left_by_forward
+from trainer.guards.forward import EagerSeen, UpdateSample, eager_forward, left_by_forward
 from trainer.guards.preflight import shapes_of
-from trainer.guards.snapshot import Snapshot, drew_random_numbers
+from trainer.guards.snapshot import Snapshot
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
@@ -57,8 +57,6 @@ class Pair:
     outputs: dict[str, Any]
     eager: EagerSeen | None = None
     step: Tensors | None = None
-    draws_alike: bool = False
-    """Whether the step took its random numbers from where eager took them."""
     update: list[AuditDifference] | None = None
 
 
@@ -95,7 +93,6 @@ class Audits:
         self.sample: list[torch.nn.Parameter] = []
         """Parameters whose update is compared."""
         self._never: dict[str, str] = {}
-        self._shares: list[float] = []
         self._settles: bool | None = None
         why_not = "manual optimization" if loop.manual else loop.why_not_apart()
         self.facts = AuditFacts(verdict="not audited", reason=why_not or NO_STEP)
@@ -131,20 +128,20 @@ class Audits:
         peak = hardware.peak_bytes(self._loop.device)
         if self._loop.optimizers[0] is not self._optimizer:
             self._leave_out(("update",), "the training has replaced its optimizer")
-        self.facts.not_compared, self._shares = dict(self._never), []
+        self.facts.not_compared = dict(self._never)
         with self._paired(micro_batch, update=True) as pair:
             yield pair.outputs
         with self._telemetry.auditing():
-            complaints = self._judged(pair, micro_batch)
-            update = max(pair.update or (), key=lambda one: one.share, default=None)
-            if update is not None:
-                complaints += self._note("update", update)
+            found = self._judged(pair, micro_batch)
+            if pair.update:
+                found["update"] = max(pair.update, key=lambda one: one.share)
             for kind in ("loss", "buffers"):  # whose forward all processes run, or none
                 if self._loop.anywhere(kind in self._never):
                     self._leave_out((kind,), "another process cannot compare it")
+            complaints = [_complaint(kind, one) for kind, one in found.items() if one.share > 1]
             wrong = self._loop.anywhere(bool(complaints))
         hardware.resume(self._loop.device, peak)
-        self._write_down(complaints, wrong=wrong)
+        self._write_down(found, complaints, wrong=wrong)
         self._schedule.next(self._telemetry.audit_seconds)
         if wrong:
             self._differs(self._error(complaints))
@@ -211,8 +208,6 @@ class Audits:
         return eager_forward(self._loop, self._program, arguments, self.sample)
 
     def _see_step(self, pair: Pair, loss: Any) -> None:
-        alike = pair.eager is not None and not drew_random_numbers(pair.eager.drawn)
-        pair.draws_alike = alike and draws_as_eager(self._program)
         pair.step = left_by_forward(loss if isinstance(loss, Tensor) else None, self._loop.module)
 
     # ---- the update ------------------------------------------------------------------------------------------------
@@ -244,8 +239,8 @@ class Audits:
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 
-    def _judged(self, pair: Pair, micro_batch: MicroBatch) -> list[str]:
-        """What of loss and buffers is beyond its tolerance, in words; every process calls this."""
+    def _judged(self, pair: Pair, micro_batch: MicroBatch) -> dict[str, AuditDifference]:
+        """The differences of loss and buffers, looked into where one is beyond its tolerance, on every process."""
         found = self._differences(pair, [])
         if self._captured() and self._settles is None and pair.eager is not None:
             # What changes buffers after the forward (one that is computed again in the backward) cannot be seen later.
@@ -259,7 +254,7 @@ class Audits:
             except Exception as error:
                 self._leave_out(("loss", "buffers"), f"a difference could not be looked into: {one_line(error)}")
                 found = {}
-        return [complaint for kind, one in found.items() for complaint in self._note(kind, one)]
+        return found
 
     def _beyond(self, found: dict[str, AuditDifference]) -> bool:
         return self._loop.anywhere(any(one.share > 1 for one in found.values()))
@@ -276,7 +271,7 @@ class Audits:
         weights = [one for one in loop.module.parameters() if one.requires_grad and one.is_floating_point()]
         with loop.quiet(), contextlib.ExitStack() as at_end:
             at_end.callback(after.restore)
-            random, noise = loop.anywhere(pair.eager.drew and not pair.draws_alike), []
+            random, noise = loop.anywhere(pair.eager.drew), []
             pair.eager.before.restore()
             base = self._eager_forward(micro_batch.arguments)
             for number in range(SAMPLES):
@@ -324,20 +319,9 @@ class Audits:
             found[kind] = max(each, key=lambda one: one.share)
         for kind, most in MAX_TOLERANCE.items():
             if kind in found and not found[kind].tolerance <= most:
-                why = "compiled code draws other random numbers" if eager.drew else "eager differs from itself"
+                why = "compiled code may draw other random numbers" if eager.drew else "eager differs from itself"
                 self._leave_out((kind,), f"{why}, which makes the tolerance {found.pop(kind).tolerance:.1%}")
         return found
-
-    def _note(self, kind: str, one: AuditDifference) -> list[str]:
-        """Keep the worst of its kind; returns the complaint about it."""
-        one.step = self._number
-        self._shares.append(one.share)
-        if kind not in self.facts.worst or self.facts.worst[kind].share <= one.share:
-            self.facts.worst[kind] = one
-        if one.share <= 1:
-            return []
-        what = {"loss": "loss", "update": f"update of {one.what!r}", "buffers": f"buffer {one.what!r}"}[kind]
-        return [f"{what} {one.difference:.2e} of eager's away from it, tolerance {one.tolerance:.2e}"]
 
     def _error(self, complaints: list[str]) -> ParityError:
         reason = "; ".join(complaints) or "another process found it so"
@@ -364,21 +348,30 @@ class Audits:
         self._never = {**dict.fromkeys(kinds, reason), **self._never}
         self.facts.not_compared |= self._never
 
-    def _write_down(self, complaints: list[str], *, wrong: bool) -> None:
+    def _write_down(self, found: dict[str, AuditDifference], complaints: list[str], *, wrong: bool) -> None:
         facts = self.facts
+        for kind, one in found.items():
+            one.step = self._number
+            if kind not in facts.worst or facts.worst[kind].share <= one.share:
+                facts.worst[kind] = one
         facts.steps.append(self._number)
         facts.seconds = round(self._telemetry.audit_seconds, 4)
         facts.verdict, facts.reason = ("failed", "; ".join(complaints) or None) if wrong else ("clean", None)
-        if not wrong and self._shares:
+        if not wrong and found:
             facts.last_clean_step = self._number
         elif not wrong and facts.last_clean_step is None:
             facts.verdict, facts.reason = "not audited", "; ".join(sorted(set(facts.not_compared.values())))
-        worst = max(self._shares, default=math.inf)
+        worst = max((one.share for one in found.values()), default=math.inf)
         scalars = {
             "usage/audit_worst_of_tolerance": worst if worst < math.inf else None,
             "usage/audit_seconds": facts.seconds,
         }
         self._pages.scalars(scalars, self._number)
+
+
+def _complaint(kind: str, one: AuditDifference) -> str:
+    what = {"loss": "loss", "update": f"update of {one.what!r}", "buffers": f"buffer {one.what!r}"}[kind]
+    return f"{what} {one.difference:.2e} of eager's away from it, tolerance {one.tolerance:.2e}"
 
 
 class Schedule:

@@ -56,8 +56,6 @@ class EagerSeen:
     """The buffers before it."""
     drew: bool
     """Whether a region drew random numbers, of which compiled code may draw others."""
-    drawn: tuple[Any, ...]
-    """Random generators after it."""
     wrote: bool
     """Whether it wrote to the sample of parameters whose update is compared."""
 
@@ -91,7 +89,6 @@ def eager_forward(
                 before=before,
                 starts=starts,
                 drew=bool(drawn),
-                drawn=random_state(),
                 wrote=any(not torch.equal(local(one), local(before.of(one))) for one in sample),
             )
     except Exception as caught:
@@ -133,12 +130,6 @@ def region_draws(program: Program) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def draws_as_eager(program: Program) -> bool:
-    """Whether compiled code that leaves the generators where eager does has drawn eager's numbers: a backend that takes
-    a dropout apart draws others, in double precision as many of them."""
-    return not any(one.needs_inductor or "decomp" in getattr(one, "backend", "") for one in program.strategies)
 
 
 class UpdateSample:
