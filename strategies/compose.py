@@ -47,17 +47,13 @@ def check(strategies: Sequence[Strategy]) -> None:
 
 @contextlib.contextmanager
 def compiler_settings(settings: dict[str, Any], *, eager_embeddings: bool = True) -> Iterator[None]:
-    """Set ``torch._dynamo.config`` values for the length of a run, avoid a known fault, and restore all of it."""
+    """Set ``torch._dynamo.config`` values for the length of a run, avoid known faults, and restore all of it."""
     import torch._dynamo.config as config
 
-    from strategies.torch_patches import (
-        embeddings_as_in_eager,
-        one_compile_for_all_ranks,
-        reductions_over_sums_kept_apart,
-    )
+    from strategies.torch_patches import embeddings_as_in_eager, faults_avoided, one_compile_for_all_ranks
 
     embeddings = embeddings_as_in_eager() if eager_embeddings else contextlib.nullcontext()
-    with config.patch(settings), reductions_over_sums_kept_apart(), one_compile_for_all_ranks(), embeddings:
+    with config.patch(settings), faults_avoided(), one_compile_for_all_ranks(), embeddings:
         yield
 
 

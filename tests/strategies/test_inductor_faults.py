@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sympy
+from torch._inductor import tiling_utils
 from torch._inductor.scheduler import MixOrderReduction
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
 
 from strategies import torch_patches as inductor_faults
 from strategies.compose import compiler_settings
 
-S = sympy.Symbol("s", integer=True, positive=True)
+B, S = (sympy.Symbol(name, integer=True, positive=True) for name in "bs")
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +53,16 @@ def test_inductor_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delitem(inductor_faults.sys.modules, "torch._inductor.scheduler")
     with compiler_settings({}):
         assert "torch._inductor.scheduler" not in inductor_faults.sys.modules
+
+
+@pytest.mark.parametrize(("version", "expands"), [("2.11.0+cu130", True), ("2.12.0", False)])
+def test_sizes_are_compared_by_value_in_2_11(monkeypatch: pytest.MonkeyPatch, version: str, expands: bool) -> None:
+    monkeypatch.setattr(inductor_faults.torch, "__version__", version)
+    seen: list[Any] = []
+    monkeypatch.setattr(tiling_utils, "get_pw_red_splits", lambda n, pointwise, *_, **__: seen.append(pointwise))
+    graph = SimpleNamespace(sizevars=SizeVarAllocator())
+    node: Any = SimpleNamespace(_body=SimpleNamespace(sizes=((B, S - 1), ())))
+    with compiler_settings({}), V.set_graph_handler(graph):  # type: ignore[arg-type]
+        tiling_utils.get_pw_red_splits(node, B * S - B, 768, none_if_not_divisible=True)
+        tiling_utils.get_pw_red_splits(node, B * S, 768)
+    assert seen == [B * (S - 1) if expands else B * S - B, B * S]

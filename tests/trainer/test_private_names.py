@@ -69,8 +69,8 @@ def test_the_pin_is_the_one_that_messages_name() -> None:
 # ---- torch's: each fails when its patch in strategies/torch_patches.py can go ----
 
 
-def test_a_fault_of_torch_2_11_is_avoided_as_long_as_it_is_supported() -> None:
-    assert TorchVersion(oldest("torch")) < "2.12", "fixed in 2.12: delete its patch and test_inductor_faults.py"
+def test_faults_of_torch_2_11_are_avoided_as_long_as_it_is_supported() -> None:
+    assert TorchVersion(oldest("torch")) < "2.12", "fixed in 2.12: delete faults_avoided and test_inductor_faults.py"
 
 
 def test_libraries_still_ask_torch_whether_a_step_is_captured() -> None:
