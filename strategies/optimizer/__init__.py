@@ -46,9 +46,6 @@ class Optimizer(CompileOptions):
     """Inductor preset, one of ``MODES``."""
     dynamic: bool | None = False
     """False and nothing else: shapes of parameters do not change."""
-    clip: bool = True
-    """Whether clipping by norm happens within the update where Lightning's trainer clips (``gradient_clip_val``). The
-    gradients then stay unclipped for whoever looks at them after the step; with false they are clipped as before."""
 
     def __post_init__(self) -> None:
         CompileOptions.__post_init__(self)
@@ -75,17 +72,12 @@ class Optimizer(CompileOptions):
                 self._runs_eager(program, f"{type(optimizer).__name__} runs eager: {reason}")
                 self._report(program, {"form": "eager", "tensors": None, "chunks": None, "graphs": None})
                 continue
-            if getattr(optimizer, "_step_supports_amp_scaling", False) and program.precision == "16-mixed":
-                program.notes.append(
-                    "optimizer: under 16-mixed the gradient scaler unscales for a fused optimizer too, and waits for "
-                    "the device at each step to know whether they are finite"
-                )
             if on_cuda and not captured and any(group.get("fused") for group in optimizer.param_groups):
                 program.notes.append(
                     "optimizer: fused=True alone may be as fast: without cuda_graph, kernels are launched one by one"
                 )
             install(optimizer, self.update_for(optimizer, program), after_first=partial(self._report, program))
-        if self.clip and program.loop is not None:
+        if program.loop is not None:
             program.kept[self.name] = program.loop.clip_with(clip_inside)
 
     def is_compiled(self, program: Program) -> bool:

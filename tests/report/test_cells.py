@@ -119,3 +119,8 @@ def test_models_of_micro_have_names_of_their_own() -> None:
 
     cells = group([micro(f"micro {model}", model) for model in ("ragged", "convnet")])
     assert [(cell.workload, len(cell.runs)) for cell in cells] == [("micro ragged", 1), ("micro convnet", 1)]
+
+
+def test_an_option_that_strategies_had_once_makes_an_arm_only_where_it_was_set() -> None:
+    cells = cells_of(record("cuda_graph"), record("cuda_graph max_graphs=64"), record("cuda_graph max_graphs=2"))
+    assert [len(cell.runs) for cell in cells] == [2, 1]

@@ -31,8 +31,20 @@ LOOSE = frozenset(
 """Settings that a steady step does not depend on."""
 PLACES = frozenset({"root", "path", "val_path", "image_root"})
 """Last words of settings for where data lies."""
-PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options", "read_only", "eager_steps", "max_graphs"})
-"""Parameters of strategies for where something lies, not how the task executes; the last three in older records."""
+PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options"})
+"""Parameters of strategies for where something lies, not how the task executes."""
+FORMER_DEFAULTS = {
+    "auto.margin": "0.02",
+    "auto.memory": "null",
+    "background.niceness": "10",
+    "background.regions_per_step": "1",
+    "background.workers": "null",
+    "cached.read_only": "false",
+    "cuda_graph.eager_steps": "1",
+    "cuda_graph.max_graphs": "64",
+    "optimizer.clip": "true",
+}
+"""Parameters that only older records have, where they say no more than what a strategy does today."""
 PEER = "peer"
 """Name, in the place of a strategy's, of another project's way to train that was measured beside ours."""
 
@@ -245,7 +257,7 @@ def _parameters(record: RunRecord) -> dict[str, str]:
     for strategy in record.strategies:
         values = {name: value for name, value in strategy.items() if name not in PLACE_PARAMETERS and name != "name"}
         parameters.update(_flat(values, f"{strategy['name']}."))
-    return parameters
+    return {name: value for name, value in parameters.items() if FORMER_DEFAULTS.get(name) != value}
 
 
 def _defaults(record: RunRecord) -> dict[str, str]:
