@@ -86,16 +86,16 @@ def parser(name: str, about: str, more: str = "", *, overrides: bool = False) ->
     return made
 
 
-def at_least(least: float, kind: type[int] | type[float] = float, *, above: bool = False) -> Callable[[str], Any]:
-    """A type of arguments: numbers from ``least`` on, or ``above`` it."""
+def at_least(least: float, kind: type[int] | type[float] = float) -> Callable[[str], Any]:
+    """A type of arguments: numbers from ``least`` on."""
 
     def number(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number") from None
-        if not (value > least if above else value >= least):
-            raise argparse.ArgumentTypeError(f"{text} must be {'above' if above else 'at least'} {least:g}")
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least:g}")
         return value
 
     return number

@@ -24,8 +24,8 @@ BARE = {
 EXPECTED = re.compile(
     r"grad_mode|autocast|\.training\b|requires_grad|dispatch key|(size|stride|rank) mismatch|\.(size|stride)\(\)| % "
 )
-"""Guards by which graphs of validation differ, those of shapes that a strategy warms, and of copies of one class that
-share their code: widths, and the first one's input."""
+"""Guards by which graphs of validation differ, those of shapes that a strategy warms, and, in the first step, of copies
+of one class that share their code: widths, and the first one's input."""
 COMPILE_ID = re.compile(r"^\d+/\d+(_\d+)?: ", re.MULTILINE)
 
 

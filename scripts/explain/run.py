@@ -78,6 +78,7 @@ def explain(config: Config, options: Options) -> Explanation:
         strategies,
         callbacks,
         max_steps=MAX_STEPS,
+        accumulate_grad_batches=1,  # what comes after the first batch comes after the first step: see EXPECTED
         val_every_n_steps=2 if config.trainer.val_every_n_steps else 0,
         val_batches=VALIDATION_BATCHES,
         checkpoint_every_n_steps=None,
@@ -155,8 +156,7 @@ class Look(L.Callback):
         """Strategies are applied: stand between the training loader and the loop."""
 
         def chosen(loader: Any) -> ChosenBatches:
-            first = FIRST_BATCHES * trainer.accumulate_grad_batches
-            self._chosen = ChosenBatches(loader, first=first, most=self._options.batches)
+            self._chosen = ChosenBatches(loader, first=FIRST_BATCHES, most=self._options.batches)
             return self._chosen
 
         wrap_training_loader(trainer, chosen)
