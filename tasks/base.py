@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from tasks.module import ScoredModule
 
+MAX_WORKERS = 1024
+"""Loader processes of a device: more would take a machine's memory before anything fails."""
 INITIALISE = ("auto", "host", "device")
 Item = TypeVar("Item")
 
@@ -198,6 +200,8 @@ class Loading:
 
     def __post_init__(self) -> None:
         require_fields("task.data", self, batch_size=1, num_workers=0)
+        if self.num_workers is not None and self.num_workers > MAX_WORKERS:
+            raise ValueError(f"task.data.num_workers={self.num_workers} must be at most {MAX_WORKERS} processes")
 
     def workers(self) -> int:
         if self.num_workers is not None:

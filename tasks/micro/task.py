@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import BatchCounts, Declaration, TrainedTask, require_fields, suggest
+from tasks.base import BatchCounts, Declaration, TrainedTask, require_fields, require_memory, suggest
 
 if TYPE_CHECKING:
     import lightning
@@ -89,6 +90,10 @@ class Micro(TrainedTask):
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.micro.data import GeneratedSequences, GeneratedTensors
 
+        counts = self.counts
+        held = f"task.batch_size={self.batch_size}, " + ", ".join(f"task.{k}_examples={n}" for k, n in counts.items())
+        numbers = 1 if self.model == "ragged" else math.prod(self.example_shape)
+        require_memory(held, 4 * numbers * sum(counts.values()))
         return (GeneratedSequences if self.model == "ragged" else GeneratedTensors)(self, seed=seed)
 
     def build_net(self) -> nn.Module:

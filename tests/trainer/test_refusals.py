@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tasks import base as resources
+from tasks.captioning.task import Shapes
 from tasks.micro.task import Micro
 from trainer.config import compose
 from trainer.run import run
@@ -71,6 +72,17 @@ def test_a_network_that_cannot_fit_is_refused_by_its_options(initialise: str, tm
     assert line.startswith("task=micro task.batch_size=4 task.width=10000000 task.initialise=")
     size = {"auto": "100,000,110,000,010 parameters: needs at least 372,529.44 GiB", "host": "400000000000000 bytes"}
     assert size[initialise] in line
+
+
+def test_generated_examples_that_cannot_fit_are_refused(tmp_path: Path) -> None:
+    line = refused(compose([*TINY, "task.model=simple_linear", "task.batch_size=100000000000"]), tmp_path)
+    assert line.startswith("task.batch_size=100000000000, task.train_examples=1600000000000")
+    assert "GiB of memory, this machine has" in line
+
+
+def test_loader_processes_that_cannot_be_started_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^task\.data\.num_workers=100000000 must be at most 1024 processes$"):
+        Shapes(num_workers=100_000_000)
 
 
 def test_what_may_fit_is_warned_of_and_trained(
