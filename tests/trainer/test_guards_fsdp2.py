@@ -61,9 +61,9 @@ def all_cases() -> dict[str, dict[str, Any]]:
     late = late_backend("two", guarded.scaled(1.01))
     rank = int(os.environ["RANK"])
     return {
-        "off": trained("aot_eager", parity="off"),
-        "clean": trained("aot_eager"),
-        "late": trained(late if rank else "aot_eager", on_difference="eager"),
+        "off": trained("eager", parity="off"),
+        "clean": trained("eager"),
+        "late": trained(late if rank else "eager", on_difference="eager"),
         "forward": trained(backends.BROKEN_FORWARD, on_compile_error="eager"),
         "backward": trained(backends.BROKEN_BACKWARD, on_compile_error="eager"),
     }

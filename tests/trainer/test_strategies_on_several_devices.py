@@ -50,7 +50,6 @@ MORE: dict[str, tuple[str, ...]] = {
     "modular": ("+compile.modular.parts.net={how:regional,backend:eager}",),
     "buckets": ("compile.buckets.count=2", "compile.buckets.multiple=8"),
     "auto": ("compile.auto.remember=false", "compile.auto.candidates=[regional]", "compile.auto.planned_steps=1000000"),
-    "cuda_graph": ("compile.cuda_graph.required=false",),
     "background": ("compile.background.force=true", "compile.background.at_step=2"),
     "full_stack": (
         *(f"compile.{name}.backend=eager" for name in ("regional", "optimizer")),
@@ -59,10 +58,12 @@ MORE: dict[str, tuple[str, ...]] = {
     ),
 }
 WITH = {
-    **dict.fromkeys(("dynamic", "buckets", "checkpointing", "cached", "cuda_graph"), "regional"),
+    **dict.fromkeys(("dynamic", "buckets", "checkpointing"), "regional"),
     "background": "whole",  # one region, which takes over in one of the few steps
 }
 """What goes with those that compile nothing by themselves."""
+WITHIN: dict[str, str] = {"cached": "full_stack", "cuda_graph": "full_stack", "debug": "regional"}
+"""Arms that are not trained by themselves: what is trained holds them."""
 
 
 def padded_to_one_width(items: Any) -> dict[str, Any]:
@@ -211,7 +212,16 @@ def of_one_process(seen: list[list[tuple[int, list[str]]]]) -> tuple[list[float]
     return losses, module.state_dict()
 
 
-@pytest.mark.parametrize("arms", [[*HOLDS][number::4] for number in range(4)], ids=", ".join)
+TRAINED = [arm for arm in HOLDS if arm not in WITHIN]
+
+
+def test_what_is_not_trained_by_itself_is_in_what_is() -> None:
+    names = {arm: {strategy.name for strategy in strategies_of(arm)} for arm in ("full_stack", "regional", "debug")}
+    assert {"cached", "cuda_graph"} <= names["full_stack"]
+    assert names["debug"] == names["regional"]
+
+
+@pytest.mark.parametrize("arms", [TRAINED[number::4] for number in range(4)], ids=", ".join)
 def test_a_strategy_trains_as_one_process_on_the_whole_batch(
     arms: list[str], pair: Pair, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -250,9 +260,9 @@ def the_record_says(arm: str, says: str, rank: dict[str, Any]) -> None:
         assert any("runs eager: its parameters are sharded" in note for note in notes)
         assert rank["ended_in_eager"] is True
         return
-    if says == ON_A_GPU:
-        assert "cuda_graph: left out, CUDA graphs need a CUDA device" in notes
-    elif arm == "auto":
+    if arm == "full_stack":
+        assert "cuda_graph: left out, CUDA graphs need a CUDA device" in rank["notes"]
+    if arm == "auto":
         assert rank["auto"]["chosen"] in ("eager", "regional")
     elif arm == "optimizer":
         assert rank["optimizer"]["form"] == "functional"
