@@ -78,8 +78,8 @@ def every_pair(*, refused: bool = False) -> pytest.MarkDecorator:
     """Every pair of task and arm that fit each other, or, ``refused``, that do not; all but one task's are slow.
 
     How strategies combine does not depend on the task: of the lists, the smallest (ragged) one is enough. What is in
-    ``full_stack``, auto, which stays eager for so few steps, and checkpointing, which takes the blocks that ``regional``
-    takes, are trained by themselves on it alone.
+    ``full_stack``, auto, which stays eager for so few steps, and checkpointing, which takes the blocks of ``regional``,
+    are trained by themselves on it alone.
     """
     elsewhere = {"auto", "cuda_graph", "checkpointing", *COMBINATIONS["full_stack"].split("+")}
     arms = ["eager", *sorted(STRATEGIES), *sorted(COMBINATIONS)]
