@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.loop import Around, Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span, run_within
 from strategies.torch_patches import as_capturing
-from trainer.loops.private import LightningMicroBatch, ManualSteps, muted, replaced, untried
+from trainer.loops.private import LightningMicroBatch, ManualSteps, muted, replace, replaced, untried
 from trainer.loops.processes import Processes, evaluating
 
 if TYPE_CHECKING:
@@ -281,12 +281,7 @@ class LightningLoop(Processes):
             return run(LightningMicroBatch(self._trainer, optimizer, batch_idx, kwargs, original))
 
         # An attribute of this one object, because Lightning offers no way to bring an optimization loop of one's own.
-        automatic.run = ours  # type: ignore[method-assign]
-
-        def undo() -> None:
-            automatic.run = original  # type: ignore[method-assign]
-
-        return undo
+        return replace(automatic, "run", ours)
 
     def clip_with(self, clip: Callable[[torch.optim.Optimizer, float], bool]) -> Callable[[], None]:
         plugin = self._trainer.precision_plugin
@@ -301,8 +296,7 @@ class LightningLoop(Processes):
                 theirs(optimizer, clip_val)
 
         # An attribute of this one plug-in object: Lightning has no hook that could leave the gradients as they are.
-        plugin.clip_grad_by_norm = ours  # type: ignore[method-assign]
-        return lambda: vars(plugin).pop("clip_grad_by_norm", None)
+        return replace(plugin, "clip_grad_by_norm", ours)
 
     def around_micro_batches(self, around: Around) -> Callable[[], None]:
         return self.take_over(run_within(around))
@@ -381,7 +375,7 @@ class LightningLoop(Processes):
         return undo.close
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
-        undo = contextlib.ExitStack()
+        save = self._trainer.save_checkpoint
         if self._trainer.ckpt_path is not None:
             saved(str(self._trainer.ckpt_path))
 
@@ -389,8 +383,7 @@ class LightningLoop(Processes):
             save(filepath, *arguments, **named)
             saved(str(filepath))
 
-        save = undo.enter_context(replaced(self._trainer, "save_checkpoint", save_checkpoint))
-        return undo.close
+        return replace(self._trainer, "save_checkpoint", save_checkpoint)
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,13 @@ def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
             vars(owner).pop(name, None)
 
 
+def replace(owner: object, name: str, by: Any) -> Callable[[], None]:
+    """The same from now on; returns what undoes it."""
+    undo = contextlib.ExitStack()
+    undo.enter_context(replaced(owner, name, by))
+    return undo.close
+
+
 def muted(logger: Logger) -> Logger:
     """In the place of ``logger``: writes nothing, and says the same of itself."""
     said = {n: property(attrgetter(f"of.{n}")) for n in ("name", "version", "save_dir", "log_dir")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import lightning as L
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.loop import Inspect, LogCall, Loop, Restorable, Span
-from trainer.loops.private import on_sigterm
+from trainer.loops.private import on_sigterm, replace
 
 Value = TypeVar("Value")
 
@@ -233,7 +233,7 @@ class OneProcess:
     wrapped: nn.Module | None = None
     _observers: list[tuple[Callable[[Mapping[str, Any]], None], Callable[[Tensor | None], None]]]
     """Of each training step."""
-    _fetching: Sequence[tuple[Callable[[], None], Callable[[], None]]] = ()
+    _fetching: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)
 
     def anywhere(self, flag: bool) -> bool:
         return flag
@@ -285,26 +285,19 @@ class OneProcess:
             self._observers.remove((before, after))
 
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-        ours = (before, after)
-        self._fetching = [*self._fetching, ours]
-
-        def undo() -> None:
-            self._fetching = [one for one in self._fetching if one is not ours]
-
-        return undo
+        return replace(self, "_fetching", (before, after))
 
     def fetched(self, batches: Iterator[Value]) -> Iterator[Value]:
         """``batches``, each of which is fetched between what ``around_fetch`` was given."""
         while True:
-            for before, _ in self._fetching:
-                before()
+            before, after = self._fetching
+            before()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             finally:
-                for _, after in self._fetching:
-                    after()
+                after()
             yield batch
 
     def unreadable(self) -> Mapping[type, str]:
