@@ -29,7 +29,7 @@ from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss, Resuming, find_checkpoint, opened
 from trainer.console import ERROR_LOG, ProgressView, announce, print_end, shown
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.sentinel import Record, Sentinel
+from trainer.loops.sentinel import AND_SO, Record, Sentinel
 from trainer.loops.training import note_machine
 from trainer.loops.watch import RankFailed, name_of, until_watched
 from trainer.process import Interrupted, StopRequest, process_settings, signal_at_end_of_parent, undisturbed
@@ -100,7 +100,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
         with contextlib.suppress(ValueError):  # torchrun stops all where one has died, which its sentinel has written
             if launch is not None and (said := RunRecord.load(run_dir)).status == "failed":
-                record.status, record.reason = said.status, f"{said.reason}; this process ends with it"
+                record.status, record.reason = said.status, f"{said.reason}{AND_SO}"
     except Exception as error:
         cause = job.cause(error)
         stopped = job.stopping or getattr(cause, "signum", None)

@@ -144,7 +144,7 @@ class Supervision:
         selector.register(0, selectors.EVENT_READ)
         for other, connection in self._others.items():
             selector.register(connection, selectors.EVENT_READ, other)
-        with contextlib.suppress(OSError):  # a kernel without them: its end is seen within a second
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without them: its end is seen within a second
             selector.register(os.pidfd_open(self._parent), selectors.EVENT_READ)
         alive = True
         while alive:

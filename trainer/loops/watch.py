@@ -38,6 +38,8 @@ STOP_SECONDS = 5.0
 """How long processes that are asked to stop may take."""
 END_SECONDS = 20.0
 """How long a process that has trained to the end waits for the others to say the same."""
+MAX_LINE = 2000
+"""Characters of a line that fit into a pipe at once."""
 CONSEQUENCE = re.compile(
     r"another process|connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|timed out", re.I
 )
@@ -130,7 +132,7 @@ class Watch:
                 return RankFailed(self.fault)
         self._failing = True
         signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
-        fault = Fault(self.rank, f"rank {self._names[self.rank]}: {one_line(error)}", signum)
+        fault = Fault(self.rank, f"rank {self._names[self.rank]}: {one_line(error)}"[:MAX_LINE], signum)
         self._sentinel.send(fault=dataclasses.asdict(fault))
         if hasattr(error, "signum"):
             self._stop_children(error.signum)
