@@ -28,7 +28,7 @@ SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
 RATES = ("samples_per_second", "useful_tokens_per_second", "padded_share", "roofline_share", "joules_per_sample")
 OVER_RUNS = (*RATES, "final_loss")
-LARGEST = ("peak_device_memory_gib", "peak_process_memory_gib", "graphs", "graph_breaks", "recompiles")
+LARGEST = ("peak_device_memory_gib", "graphs", "graph_breaks", "recompiles")
 """Figures that a row takes from its records by their names."""
 
 
@@ -57,7 +57,6 @@ class Row:
     final_loss: Estimate | None = None
     peak_device_memory_gib: float | None = None
     """Largest over the runs; so are the next ones."""
-    peak_process_memory_gib: float | None = None
     graphs: int | None = None
     graph_breaks: int | None = None
     recompiles: int | None = None

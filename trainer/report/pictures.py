@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.tables import interval, marked, number
+from trainer.telemetry.files import cut
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,8 +29,8 @@ MAX_ARMS = 10
 """Arms whose lines are drawn; of more than these, the slowest are left to the table."""
 MIN_STEPS, MAX_STEPS = 10, 1_000_000
 POINTS = 121
-MAX_NAME = 52
-"""Characters of an arm's name."""
+MAX_NAME, LEGEND = 52, 44
+"""Characters of an arm's name, beside its bar and in the legend."""
 PALE = 0.35
 """Opacity of a line of which no difference from the baseline is shown."""
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5b636d", "#e3e6ea", "#ffffff"
@@ -61,7 +61,7 @@ def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     low, high = float(MIN_STEPS), _most(comparison)
     steps = [low * (high / low) ** (place / (POINTS - 1)) for place in range(POINTS)]
     caches = ", from filled caches" if comparison.start == "warm" else ""
-    title = f"Times as fast as {plain(comparison.baseline, 16)} by step N, warm-up included{caches}"
+    title = f"Times as fast as {cut(comparison.baseline, 16)} by step N, warm-up included{caches}"
     with _panels([title], arms, palette) as (figure, (axes,)):
         from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -140,7 +140,7 @@ def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
         return [{step: loss - theirs[step] for step, loss in ours.items() if step in theirs} for ours, theirs in pairs]
 
     titles = [f"Training loss, median and range over the runs, {seeds} seed{'s' * (seeds > 1)}"]
-    titles += [f"Less {plain(comparison.baseline, 24)} of the same seed"] if base and len(arms) > 1 else []
+    titles += [f"Less {cut(comparison.baseline, 24)} of the same seed"] if base and len(arms) > 1 else []
     with _panels(titles, arms, palette) as (figure, panels):
         for axes, shown in zip(panels, (own, less), strict=False):
             for arm in arms:  # the baseline below the others, and wider: equal curves are both seen
@@ -174,7 +174,7 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
 
         figure = Figure(figsize=(WIDTH_INCHES, 0.6 + 2 * LINE_INCHES * len(rates)), layout="constrained")
         axes = figure.add_subplot()
-        _title(axes, f"{unit} a second, times {plain(comparison.baseline, 24)} (95% interval)")
+        _title(axes, f"{unit} a second, times {cut(comparison.baseline, 24)} (95% interval)")
         longest = max(rate.high or rate.median for _, rate in rates.values())
         for place, (arm, (row, rate)) in enumerate(rates.items()):
             ratio = "" if row.ratio is None else f" · {marked(row.ratio)}"
@@ -184,7 +184,7 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
                 axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1.4)
             axes.text(longest * 1.02, place, f"{number(rate.median)}{ratio}{within}", va="center", size=9)
         axes.set(xlim=(0, longest * 1.5), ylim=(len(rates) - 0.5, -0.5))
-        axes.set_yticks(range(len(rates)), [plain(arm) for arm in rates], color=INK, size=9)
+        axes.set_yticks(range(len(rates)), [cut(arm, MAX_NAME) for arm in rates], color=INK, size=9)
         axes.xaxis.set_visible(False)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
@@ -233,7 +233,7 @@ def _panels(titles: Sequence[str], arms: Sequence[str], palette: Palette) -> Ite
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
 
-        handles = [Line2D([], [], color=palette[arm], linewidth=2.4, label=plain(arm, 44)) for arm in arms]
+        handles = [Line2D([], [], color=palette[arm], linewidth=2.4, label=cut(arm, LEGEND)) for arm in arms]
         height = PANEL_INCHES * len(titles) + 0.8 + LINE_INCHES * math.ceil(len(handles) / 2)
         figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
         panels = [figure.add_subplot(len(titles), 1, place) for place in range(1, len(titles) + 1)]
@@ -274,18 +274,8 @@ def _title(axes: Axes, text: str) -> None:
 
 
 def arm_colours(comparisons: Sequence[WorkloadComparison]) -> dict[str, str]:
-    """One colour for each arm, the same in all pictures of all of these workloads; baselines are grey. Arms of one
-    workload share a colour only where there are more than eight."""
-    together = [[row.cell.arm for row in one.rows] for one in comparisons]
-    chosen = dict.fromkeys((one.baseline for one in comparisons), BASELINE)
-    for arm in dict.fromkeys(arm for arms in together for arm in arms if arm not in chosen):
-        taken = [chosen.get(other) for arms in together if arm in arms for other in arms]
-        used = list(chosen.values())
-        chosen[arm] = min(ARMS, key=lambda one: (taken.count(one), used.count(one)))
-    return chosen
-
-
-def plain(text: str, longest: int = MAX_NAME) -> str:
-    """One line without control characters, short enough for a picture."""
-    line = " ".join("".join(" " if unicodedata.category(sign)[0] == "C" else sign for sign in text).split())
-    return line if len(line) <= longest else f"{line[: longest - 1]}…"
+    """A colour for each arm, the same in all pictures of all of these workloads; baselines are grey. Arms share one
+    where there are more than eight in all."""
+    baselines = dict.fromkeys((one.baseline for one in comparisons), BASELINE)
+    arms = dict.fromkeys(row.cell.arm for one in comparisons for row in one.rows if row.cell.arm not in baselines)
+    return {arm: ARMS[place % len(ARMS)] for place, arm in enumerate(arms)} | baselines

@@ -99,11 +99,6 @@ def _why_not(record: RunRecord) -> str:
         return str(skipped)
     if record.config.get("parity") == "off":
         return "parity=off leaves out steps of eager"
-    facts, steady = record.report.get("background", {}), record.steady_step_seconds_median
-    if (eager := facts.get("eager_step_seconds_median")) and facts.get("switched_at_step") and steady:
-        return (
-            f"its eager steps, of other batches, took {eager * 1e3:.1f} ms, those after the switch {steady * 1e3:.1f}"
-        )
     finished = record.status == "finished"
     if finished and record.report.get("slowdown", {}).get("short_of_time"):
         return f"timing eager beside it {SHORT}"
@@ -220,9 +215,6 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
     figures += f" in {verdict.pairs} pair{'' if verdict.pairs == 1 else 's'}"
     if verdict.batches > 1:
         figures += f" of {verdict.batches} batches"
-    low, high = verdict.ratio_low or 0.0, verdict.ratio_high or math.inf
-    if verdict.outcome == NOT_SHOWN and not low <= 1 <= high:
-        figures += "; steps of one side differ by more"
     if verdict.outcome == NOT_SHOWN and record.report.get("slowdown", {}).get("short_of_time"):
         figures += f"; timing more {SHORT}"
     if record.machine is not None and record.machine.busy:

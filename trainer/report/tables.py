@@ -51,8 +51,9 @@ def decision(found: WorkloadComparison) -> Columns:
         "warm-up s": [_middle(row.cold_warmup_seconds) for row in rows],
         "warm start s": [ABSENT if not row.cell.compiles else _middle(row.warm_warmup_seconds) for row in rows],
         f"pays back after steps{', warm' * (found.start == 'warm')}": [_steps(row.break_even_steps) for row in rows],
+        "peak GiB": [number(row.peak_device_memory_gib) for row in rows],
     }
-    return kept(columns | _memory(rows))
+    return kept(columns)
 
 
 def all_figures(found: WorkloadComparison) -> Columns:
@@ -79,12 +80,6 @@ def all_figures(found: WorkloadComparison) -> Columns:
         "parity": [(row.parity or ABSENT).partition(":")[0] for row in rows],
     }
     return kept(columns)
-
-
-def _memory(rows: Sequence[Row]) -> Columns:
-    if any(row.peak_device_memory_gib is not None for row in rows):
-        return {"peak GiB": [number(row.peak_device_memory_gib) for row in rows]}
-    return {"process GiB": [number(row.peak_process_memory_gib) for row in rows]}
 
 
 def kept(columns: Columns) -> Columns:
@@ -195,13 +190,9 @@ def remarks(found: WorkloadComparison) -> list[str]:
     for row in found.rows:
         for flag in row.flags:
             arms.setdefault(flag, []).append(row.cell.arm)
-    listed = {
-        flag: ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
-        for flag, names in arms.items()
-    }
     return [
         *(f"unlike: {line}" for line in found.unlike),
-        *(f"{names}: {flag}" for flag, names in listed.items()),
+        *(f"{', '.join(names)}: {flag}" for flag, names in arms.items()),
     ]
 
 
