@@ -95,14 +95,13 @@ def test_a_line_holds_what_a_comparison_reads(tmp_path: Path) -> None:
     assert max(map(len, file.read_text(encoding="utf-8").splitlines())) < 2000
 
 
-def test_curves_are_kept_in_few_points(tmp_path: Path) -> None:
+def test_curves_are_kept_with_few_digits(tmp_path: Path) -> None:
     curve = [[float(step), 3.0 / step] for step in range(1, 257)]
     file = tmp_path / "row.jsonl"
     publish([on_disk(tmp_path / "runs", sweep(losses=curve, progress=curve))], file)
     (kept,) = {tuple(map(tuple, run.record.losses)) for run in find([file])}
-    assert len(kept) <= published.MAX_POINTS + 1
     assert (kept[0], kept[-1]) == ((1, 3.0), (256, round(3 / 256, 5)))
-    assert max(map(len, file.read_text(encoding="utf-8").splitlines())) < 6000
+    assert max(map(len, file.read_text(encoding="utf-8").splitlines())) < 9000
 
 
 def test_pictures_of_pages_are_drawn_from_their_records_and_others_are_left_alone(tmp_path: Path) -> None:

@@ -34,8 +34,6 @@ LEFT_OUT = frozenset({"events", "notes", "verdict", "audits", "skipped_items", "
 """What neither a table nor a picture nor a verification reads."""
 CURVES = {"progress": 2, "losses": 5}
 """Curves of a record, with the digits after the point that are kept."""
-MAX_POINTS = 100
-"""Of a published curve."""
 SOURCE = "Records"
 """Key of a picture's metadata: the digest of the records that it was drawn from."""
 REPORTED = frozenset({"parity", "profile", "cuda_graph"})
@@ -80,10 +78,8 @@ def line_of(record: RunRecord) -> str:
     short["config"] = {name: value for name, value in record.config.items() if name != "compile"}  # in ``strategies``
     short["report"] = {name: _facts(facts) for name, facts in record.report.items() if name in REPORTED}
     for name, digits in CURVES.items():
-        if points := short.pop(name, None):
-            every = -(-len(points) // MAX_POINTS)
-            kept_points = [*points[:-1:every], points[-1]]
-            short[name] = [[int(step), round(value, digits)] for step, value in kept_points]
+        if name in short:
+            short[name] = [[int(step), round(value, digits)] for step, value in short[name]]
     if record.machine is not None:
         short["machine"] = {name: value for name, value in values["machine"].items() if value not in (None, [])}
     return json.dumps(finite(short | {"schema": record.schema}), allow_nan=False, separators=(",", ":"), default=str)

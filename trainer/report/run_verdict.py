@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from strategies import STRATEGIES
 from trainer.report import statistics
-from trainer.report.runs import PEER, set_parameters
+from trainer.report.runs import PEER
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
 from trainer.telemetry.files import number
 from trainer.telemetry.record import RunRecord, RunVerdict
@@ -151,9 +150,10 @@ def _compile(names: Sequence[str]) -> str:
 
 
 def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bool = False) -> str:
-    """The command of the run with other choices, as a person would paste it; for a script of one's own, the edit."""
+    """The command of the run with other choices, as a person would paste it; for a script of one's own, what to do."""
     if record.script is not None:
-        return _edit(record, dict(change.split("=", 1) for change in changes), module=module, sweep=sweep)
+        calls = {"scripts.explain": "crucible.explain_module(module, batch)"}
+        return calls.get(module, "crucible.compare(module, data)" if sweep else f"the script with {' '.join(changes)}")
     changed = {change.partition("=")[0] for change in changes} | {"resume", "repeat"}
     given = [part for part in record.command if part.lstrip("+").partition("=")[0] not in changed]
     given = [part for part in given if not part.lstrip("+").startswith("hydra.")]
@@ -165,19 +165,6 @@ def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bo
         arm = " ".join([changes[0].removeprefix("compile=eager,"), *options]).replace('"', '\\"')
         changes = (f'hydra.launcher.arms=[eager,"{arm}"]', *changes[1:])
     return shlex.join(["python", "-m", module, *(["-m"] if sweep else []), *given, *changes])
-
-
-def _edit(record: RunRecord, changes: Mapping[str, str], *, module: str, sweep: bool) -> str:
-    if module == "scripts.explain":
-        return "crucible.explain_module(module, batch)"
-    if sweep:
-        return "the same with [] for its strategies, then python -m scripts.compare FOLDER FOLDER"
-    given = {name.partition(".")[0] for name in set_parameters(record)}
-    names = [name for name in changes["compile"].strip("[]").split(",") if name != "eager"]
-    classes = [
-        (STRATEGIES[name].__name__ if name in STRATEGIES else name, "..." if name in given else "") for name in names
-    ]
-    return f"Compile([{', '.join(f'{name}({options})' for name, options in classes)}])"
 
 
 # ---- in words ---------------------------------------------------------------------------------------------------

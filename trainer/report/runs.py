@@ -210,12 +210,7 @@ def _workload_names(records: Sequence[RunRecord]) -> list[str]:
             if found > apart:
                 chosen, apart = [*chosen, name], found
         settings = fixed_settings(record)
-        lasts = [name.rpartition(".")[2] for name in chosen]
-        words = [
-            f"{name if lasts.count(last) > 1 else last}={settings[name]}"
-            for name, last in zip(chosen, lasts, strict=True)
-            if name in settings
-        ]
+        words = [f"{name.rpartition('.')[2]}={settings[name]}" for name in chosen if name in settings]
         _add_name(names, record.task, words)
     return names
 
