@@ -43,7 +43,6 @@ ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"
 VALIDATION_BATCHES = 2
 MAX_STEPS = 1_000_000_000
 MAX_BATCHES = 500
-LOGGERS = ("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,18 +237,16 @@ def _count_graphs(metrics: Iterable[Any], explanation: Explanation) -> None:
 
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
-    """Silence torch's own reports of what is explained anyway; whoever sets TORCH_LOGS wants to read them."""
-    loggers = [] if os.environ.get("TORCH_LOGS") else [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """Silence what is logged of what is explained anyway; whoever sets TORCH_LOGS wants to read it."""
+    before = logging.root.manager.disable
+    if not os.environ.get("TORCH_LOGS"):
+        logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\._dynamo")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 # ---- a training up to its first steps, which bisect looks at as well -------------------------------------------------
