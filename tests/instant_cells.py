@@ -35,9 +35,8 @@ class InstantCells:
     def titles(self) -> list[str]:
         return [cell.title for cell in self.ran]
 
-    def _run(self, cell: PlannedCell, signals: Sequence[int], started: Callable[[int], None]) -> None:
+    def _run(self, cell: PlannedCell, signals: Sequence[int]) -> None:
         self.ran.append(cell)
-        started(0)
         if cell.caches is not None:
             cell.caches.mkdir(parents=True, exist_ok=True)
         record, failed = cell.record, self.fails(cell)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -90,11 +93,26 @@ def test_quoted_values_survive_hydras_grammar(value: str) -> None:
     assert override.value() == value
 
 
-def test_a_directory_belongs_to_one_sweep_at_a_time(tmp_path: Path) -> None:
-    with alone(tmp_path), pytest.raises(ValueError, match="another process is running this sweep"), alone(tmp_path):
-        pass
+def test_a_directory_belongs_to_one_sweep_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entered = threading.Event()
+
+    def second() -> None:
+        with alone(tmp_path):
+            entered.set()
+
+    thread = threading.Thread(target=second, daemon=True)
     with alone(tmp_path):
-        pass
+        thread.start()
+        while "waiting for the sweep" not in capsys.readouterr().out:
+            assert not entered.is_set()
+            time.sleep(0.01)
+        # A cell that outlives its sweep has the lock still.
+        cell = subprocess.Popen(["sleep", "1000"], close_fds=False)
+    assert not entered.wait(0.2)
+    cell.kill()
+    cell.wait()
+    assert entered.wait(60)
+    thread.join()
 
 
 def test_a_sweep_is_continued_by_its_own_command_and_runs_nothing_that_a_file_alone_names(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import os
 import re
 import shlex
 import signal
@@ -53,8 +54,6 @@ class Entry:
     """Relative to the sweep's. How the cell ended stands in the record there."""
     code: str = ""
     """Version of the code that ran it; empty before it was started."""
-    pid: int | None = None
-    """Of the cell's process, while it runs."""
 
     def is_same(self, other: Entry) -> bool:
         """Whether both are one cell of a sweep that continues."""
@@ -253,18 +252,19 @@ def again(arguments: Sequence[str], directory: Path) -> str:
 
 @contextlib.contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Keep other sweeps out of ``directory``, until the block ends or the process dies.
+    """Be the only sweep in ``directory``, until the block ends or the process dies; waits for another one.
 
-    Raises ValueError when one is in it.
+    Cells inherit the lock: one that outlives its sweep is waited for, too.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_NAME).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"hydra.sweep.dir={directory}: another process is running this sweep") from error
-        except OSError:
-            pass  # a file system without locks
+        os.set_inheritable(lock.fileno(), True)
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for the sweep or the cell that still runs in {directory}", flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

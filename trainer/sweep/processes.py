@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.process import handled, present_handlers
-from trainer.sweep.environment import CELL_VARIABLE, CellEnvironment, cache_variables
+from trainer.sweep.environment import CellEnvironment, cache_variables
 from trainer.sweep.plan import REFUSED, PlannedCell, quoted
 from trainer.telemetry.record import RunRecord
 
@@ -30,24 +30,21 @@ def stopping_signals() -> Iterator[list[int]]:
         yield found
 
 
-def run_cell(cell: PlannedCell, signals: Sequence[int], started: Callable[[int], None]) -> None:
+def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
     """Run ``cell`` to its end, from its checkpoint where it has left one; sets its exit code and its record.
 
-    Args:
-        cell: What to run.
-        signals: Those that the sweep got, a list that grows; all are passed on.
-        started: Gets the number of the cell's process.
+    ``signals`` are those that the sweep got, a list that grows; all are passed on.
     """
     resumes = goes_on(cell.directory)
     if cell.caches is not None and cell.entry.start != "warm":
         shutil.rmtree(cell.caches, ignore_errors=True)
-    exit_code = _attempt(cell, signals, started, resumes=resumes)
+    exit_code = _attempt(cell, signals, resumes=resumes)
     if exit_code == REFUSED and resumes:  # a checkpoint that leaves nothing to do, or is not whole
-        exit_code = _attempt(cell, signals, started, resumes=False)
+        exit_code = _attempt(cell, signals, resumes=False)
     cell.record, cell.exit_code = _settled(cell, exit_code, signals), exit_code
 
 
-def _attempt(cell: PlannedCell, signals: Sequence[int], started: Callable[[int], None], *, resumes: bool) -> int:
+def _attempt(cell: PlannedCell, signals: Sequence[int], *, resumes: bool) -> int:
     """Run the cell's process to its end; returns its exit code."""
     if not resumes:
         set_aside(cell.directory)
@@ -68,10 +65,10 @@ def _attempt(cell: PlannedCell, signals: Sequence[int], started: Callable[[int],
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,
+            close_fds=False,  # it inherits the sweep's lock
         )
     passed_on = 0
     try:
-        started(process.pid)
         while (exit_code := process.poll()) is None:
             for number in signals[passed_on:]:
                 process.send_signal(number)
@@ -148,10 +145,3 @@ def _last_lines(file: Path) -> list[str]:
         stream.seek(max(0, file.stat().st_size - 4096))
         text = stream.read().decode(errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip()]
-
-
-def is_cell(pid: int) -> bool:
-    """Whether a process is a cell of a sweep, and not another one that got its number."""
-    with contextlib.suppress(OSError):  # gone, or somebody else's
-        return f"{CELL_VARIABLE}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    return False

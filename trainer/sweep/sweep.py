@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -18,8 +17,8 @@ from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run, find
 from trainer.sweep.environment import code_version
-from trainer.sweep.plan import Entry, Ledger, PlannedCell
-from trainer.sweep.processes import goes_on, is_cell, loaded, run_cell
+from trainer.sweep.plan import Ledger, PlannedCell
+from trainer.sweep.processes import goes_on, loaded, run_cell
 from trainer.telemetry.record import RunRecord
 
 
@@ -51,16 +50,11 @@ class Sweep:
             if not self._wants(cell):
                 continue
             cell.entry.code = self._code
-            self._keep(cell.entry, None)
+            self._ledger.save(self._directory)
             self._print(cell, f"-> {cell.directory}")
             began = time.monotonic()
-            run_cell(cell, signals, started=partial(self._keep, cell.entry))
+            run_cell(cell, signals)
             self._end(cell, time.monotonic() - began)
-
-    def _keep(self, entry: Entry, pid: int | None) -> None:
-        """Write the ledger, with the number of the process that runs ``entry``."""
-        entry.pid = pid
-        self._ledger.save(self._directory)
 
     def _wants(self, cell: PlannedCell) -> bool:
         """Whether a cell is to be run now; a warm one whose cold one failed is not, and fails."""
@@ -78,7 +72,6 @@ class Sweep:
     def _end(self, cell: PlannedCell, seconds: float) -> None:
         """Print how a cell ended, and remove caches that nobody needs any more."""
         record = cell.record
-        self._keep(cell.entry, None)
         parts = [cell.outcome]
         if record.steady_steps_per_second:
             parts.append(f"{record.steady_steps_per_second:.2f} steps/s")
@@ -98,10 +91,6 @@ class Sweep:
         finished: dict[int, RunRecord] = {}
         for cell in self._cells:
             entry = cell.entry
-            if entry.pid and is_cell(entry.pid):
-                self._say(f"waiting for process {entry.pid}, which still runs cell {entry.number} of this sweep")
-                while is_cell(entry.pid):
-                    time.sleep(0.2)
             record = loaded(cell.directory)
             versions = f"{cell.title} ({entry.code}; now {self._code})"
             if record is not None and record.status == "finished" and entry.code:  # else of another run in its folder
