@@ -15,15 +15,14 @@ from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tasks.base import Task, require_memory, suggest
+from tasks.base import Task, require_memory
 from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
@@ -82,7 +81,8 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
     """Lightning's Trainer with the options that cost time in every step switched off.
 
     Progress and logging are ours: a progress-bar value is one device synchronisation a step, a ``self.log`` about
-    0.3 ms, and ThroughputMonitor synchronises at every batch.
+    0.3 ms, and ThroughputMonitor synchronises at every batch. Raises ValueError that names the option for what this
+    machine does not have.
     """
     settings = config.trainer
     if settings.strategy.startswith("fsdp") and settings.strategy != "fsdp2" and settings.gradient_clip_val is not None:
@@ -96,54 +96,56 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
             dirpath=run_dir / DIRECTORY, filename="best", monitor=config.task.monitor, enable_version_counter=False
         )
         callbacks = [*callbacks, best]
-    return lightning_trainer(
-        config,
-        run_dir,
-        max_steps=settings.max_steps,
-        max_epochs=-1,
-        accumulate_grad_batches=settings.accumulate_grad_batches,
-        gradient_clip_val=settings.gradient_clip_val,
-        val_check_interval=settings.val_every_n_steps * settings.accumulate_grad_batches if validates else None,
-        check_val_every_n_epoch=None if validates else 1,
-        limit_val_batches=(1.0 if settings.val_batches is None else settings.val_batches) if validates else 0,
-        log_every_n_steps=settings.log_every_n_steps,
-        callbacks=callbacks,
-        enable_checkpointing=validates and config.task.monitor is not None,
-        num_sanity_val_steps=0,  # its graphs and its seconds would come before the first step that is timed
-        inference_mode=False,  # no_grad instead, so that every validation shares one set of graphs
-    )
-
-
-def lightning_trainer(config: Config, run_dir: Path, **arguments: Any) -> L.Trainer:
-    """Lightning's Trainer. Raises ValueError that names the option for what this machine does not have."""
+    precision = precision_arguments(settings)
+    arguments: dict[str, Any] = {
+        "accelerator": settings.accelerator,
+        "devices": 1 if settings.devices is None else settings.devices,
+        "num_nodes": settings.num_nodes or 1,
+        "precision": precision.get("precision"),
+        "deterministic": settings.deterministic,
+        "max_steps": settings.max_steps,
+        "max_epochs": -1,
+        "accumulate_grad_batches": settings.accumulate_grad_batches,
+        "gradient_clip_val": settings.gradient_clip_val,
+        "val_check_interval": settings.val_every_n_steps * settings.accumulate_grad_batches if validates else None,
+        "check_val_every_n_epoch": None if validates else 1,
+        "limit_val_batches": (1.0 if settings.val_batches is None else settings.val_batches) if validates else 0,
+        "log_every_n_steps": settings.log_every_n_steps,
+        "callbacks": callbacks,
+        "enable_checkpointing": validates and config.task.monitor is not None,
+        "num_sanity_val_steps": 0,  # its graphs and its seconds would come before the first step that is timed
+        "inference_mode": False,  # no_grad instead, so that every validation shares one set of graphs
+        "default_root_dir": run_dir,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_autolog_hparams": False,
+    }
     try:
-        shared = _shared_arguments(config, run_dir)
-        trainer = L.Trainer(**shared, **arguments)
-        if config.trainer.strategy == "auto" and type(trainer.strategy) is DDPStrategy:  # on several devices
-            trainer = L.Trainer(**{**shared, "strategy": _strategy(config, "ddp")}, **arguments)
-
-        def started() -> None:
-            end_early()
-            has_launched(trainer.strategy.launcher, run_dir / FILE_NAME)
-
-        on_start(trainer, process_for, started)
-        return trainer
+        # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
+        arguments["logger"] = RunLogger(save_dir=run_dir, name="", version="", default_hp_metric=False)
+        checkpoints = AtomicCheckpointIO(background=settings.async_checkpoints)
+        arguments["plugins"] = [checkpoints, *cluster(), *precision["plugins"]]
+        trainer = L.Trainer(**arguments, strategy=_strategy(config, settings.strategy))
+        if settings.strategy == "auto" and type(trainer.strategy) is DDPStrategy:  # on several devices
+            trainer = L.Trainer(**arguments, strategy=_strategy(config, "ddp"))
     except Exception as error:
         given: dict[str, Any] = {}
         for name in MACHINE_OPTIONS:  # the first one that Lightning does not take beside those before it
-            value = getattr(config.trainer, name)
+            value = getattr(settings, name)
             given[name] = _strategy(config, value) if name == "strategy" else 1 if value is None else value
             try:
                 L.Trainer(**given, plugins=[LightningEnvironment()], logger=False, enable_progress_bar=False)
             except Exception as reason:
                 said = str(reason).strip().splitlines() or [type(reason).__name__]
-                known = {
-                    "accelerator": ["auto", "gpu", *AcceleratorRegistry],
-                    "strategy": ["fsdp2", *StrategyRegistry.available_strategies()],
-                }.get(name, [])
-                hint = "" if value in known else suggest(str(value), known)
-                raise ValueError(f"trainer.{name}={value}: {said[0].rstrip('.')}{hint}") from error
+                raise ValueError(f"trainer.{name}={value}: {said[0].rstrip('.')}") from error
         raise
+
+    def started() -> None:
+        end_early()
+        has_launched(trainer.strategy.launcher, run_dir / FILE_NAME)
+
+    on_start(trainer, process_for, started)
+    return trainer
 
 
 class RunLogger(TensorBoardLogger):
@@ -164,30 +166,6 @@ def _strategy(config: Config, name: str) -> Strategy | str:
         return name
     captures = any(strategy.captures_step for strategy in config.compile.values())
     return DDP(captures=captures, find_unused_parameters=name != "ddp")
-
-
-def _shared_arguments(config: Config, run_dir: Path) -> dict[str, Any]:
-    settings = config.trainer
-    precision = precision_arguments(settings)
-    return {
-        "accelerator": settings.accelerator,
-        "devices": 1 if settings.devices is None else settings.devices,
-        "num_nodes": settings.num_nodes or 1,
-        "strategy": _strategy(config, settings.strategy),
-        "precision": precision.get("precision"),
-        "deterministic": settings.deterministic,
-        # Points go straight into the run's directory; without default_hp_metric=False its HParams table is one column.
-        "logger": RunLogger(save_dir=run_dir, name="", version="", default_hp_metric=False),
-        "plugins": [
-            AtomicCheckpointIO(background=settings.async_checkpoints),
-            *cluster(),
-            *precision["plugins"],
-        ],
-        "default_root_dir": run_dir,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_autolog_hparams": False,
-    }
 
 
 def cluster() -> list[ClusterEnvironment]:

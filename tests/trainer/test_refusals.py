@@ -31,11 +31,11 @@ def refused(config: Config, folder: Path, command: list[str] | None = None) -> s
     ("option", "value", "said"),
     [
         ("accelerator", "gpu", "trainer.accelerator=gpu: No supported gpu backend found!"),
-        ("accelerator", "cdua", "near: cuda"),
+        ("accelerator", "cdua", "Available names are: "),
         ("accelerator", "cuda", "trainer.accelerator=cuda: "),
         ("devices", "cpu", "trainer.devices=cpu: "),
         ("devices", "0,1", "trainer.devices=0,1: "),
-        ("strategy", "dpp", "near: ddp"),
+        ("strategy", "dpp", "Example choices: auto, ddp"),
         ("strategy", "fsdp", "trainer.strategy=fsdp: "),
         ("precision", "transformer-engine", "trainer.precision=transformer-engine: "),
     ],
