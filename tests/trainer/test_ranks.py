@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor, distributed
+from torch import Tensor
 
 from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import events_of
 from trainer.callback import Compile
 from trainer.console import communication_line
-from trainer.telemetry import curves as ranks
+from trainer.telemetry.meter import Rates
 from trainer.telemetry.record import RankFigures, RunRecord, communication_of
+from trainer.telemetry.telemetry import added_up
 from trainer.telemetry.tensorboard import rank_figures
 
 SLOW, SLEPT_SECONDS = 1, 0.15
@@ -95,26 +95,10 @@ def test_nothing_is_said_of_ranks_of_which_not_all_measured(known: list[RankFigu
     assert communication_of(known) is None
     assert communication_line(known) == ""
     assert rank_figures(known)["ranks/skew_milliseconds"] is None
-
-
-def test_a_process_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = distributed.HashStore()
-    monkeypatch.setattr(ranks, "_store", lambda: store)
-    loop: Any = SimpleNamespace(world_size=3)
-    first, last = ranks.Ranks(loop), ranks.Ranks(loop)
-    last.rank, last._name = 2, first._name
-    first.publish(rank(0, 0.1))
-    last.publish(rank(2, 0.2))
-    assert first.collect() == [rank(0, 0.1), rank(2, 0.2)]
     assert rank_figures([rank(0), rank(2)])["ranks/peak_device_gib"] == 3.0
 
 
-def test_a_store_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone() -> Any:
-        raise distributed.DistNetworkError("connection was closed")
-
-    monkeypatch.setattr(ranks, "_store", gone)
-    loop: Any = SimpleNamespace(world_size=2)
-    first = ranks.Ranks(loop)
-    first.publish(rank(0))
-    assert first.collect() == []
+def test_rates_are_added_up_where_all_have_them() -> None:
+    mine = Rates(samples_per_second=1.5, padded_share=0.1)
+    everywhere = [mine, Rates(samples_per_second=1.0, tokens_per_second=2.0)]
+    assert added_up(mine, everywhere) == Rates(samples_per_second=2.5, padded_share=0.1)

@@ -6,26 +6,18 @@ that nothing waits.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import itertools
-import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
-from strategies.loop import Loop
 from trainer.telemetry import meter
 from trainer.telemetry.compiler import CompilerMonitor
-from trainer.telemetry.files import build
 from trainer.telemetry.hardware import Peak
 from trainer.telemetry.meter import Meter, NonFinite, Rates, Step, StepClock, Totals, percentile
-from trainer.telemetry.record import RankFigures
 
 Points = dict[str, float | None]
 
@@ -158,43 +150,10 @@ def compiler_points(monitor: CompilerMonitor) -> Points:
 
 
 # ---- several processes ------------------------------------------------------------------------------------------
-#
-# What each measured is handed to the first one without a collective: through the key-value store by which the processes
-# found each other. Whoever is gone has left nothing there, and nobody waits for anybody.
-# https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store
 
 _FIRST_SAMPLES = 10
 """Iterations that DDP times one by one, most of them warm-up; after these it times every hundredth."""
 _SAMPLES = 101
-_RUNS = itertools.count()
-"""Of this process; all processes of a group count alike."""
-
-
-class Ranks:
-    """The processes of one run, seen from one of them."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._size, self._name = loop.world_size, f"crucible/run-{next(_RUNS)}"
-        self.rank = distributed.get_rank() if distributed.is_initialized() else 0
-        self.exposed = ExposedCommunication()
-
-    def publish(self, figures: RankFigures) -> None:
-        """Leave this process's figures for the first one."""
-        with contextlib.suppress(RuntimeError, ValueError):  # who holds the store is gone; there is none
-            _store().set(f"{self._name}/{self.rank}", json.dumps(dataclasses.asdict(figures)))
-
-    def collect(self) -> list[RankFigures]:
-        """Figures of each process that has left some, in order."""
-        found = []
-        with contextlib.suppress(RuntimeError, ValueError):
-            for key in (f"{self._name}/{rank}" for rank in range(self._size)):
-                if _store().check([key]):
-                    found.append(build(RankFigures, json.loads(_store().get(key))))
-        return found
-
-
-def _store() -> Any:
-    return distributed.distributed_c10d._get_default_store()
 
 
 class ExposedCommunication:

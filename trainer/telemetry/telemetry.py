@@ -11,17 +11,18 @@ import contextlib
 import dataclasses
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from strategies import Program
 from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
-from trainer.telemetry.curves import Curves, Points, Ranks, compiler_points
+from trainer.telemetry.curves import Curves, ExposedCommunication, Points, compiler_points
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
@@ -34,17 +35,15 @@ BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
 """``batch -> (samples, token positions, useful tokens, forward and backward operations)``; None for what is unknown."""
 
 
-def added_up(rates: Rates, loop: Loop) -> Rates:
-    """``rates`` with those that count things added up over all processes, None where one of them has none; every
-    process has to call this."""
-    if loop.world_size == 1:
-        return rates
-    mine = [rates.samples_per_second, rates.tokens_per_second, rates.useful_tokens_per_second]
-    known = torch.tensor([math.nan if rate is None else rate for rate in mine], device=loop.device)
-    samples, tokens, useful = (None if math.isnan(rate) else rate for rate in loop.reduced(known).tolist())
-    return dataclasses.replace(
-        rates, samples_per_second=samples, tokens_per_second=tokens, useful_tokens_per_second=useful
-    )
+def added_up(mine: Rates, everywhere: Sequence[Rates]) -> Rates:
+    """``mine`` with those that count things added up over all processes, None where one of them has none."""
+
+    def total(name: str) -> float | None:
+        rates = [getattr(each, name) for each in everywhere]
+        return None if None in rates else sum(rates)
+
+    names = ("samples_per_second", "tokens_per_second", "useful_tokens_per_second")
+    return dataclasses.replace(mine, **{name: total(name) for name in names})
 
 
 def _highest(figures: list[float | None]) -> float | None:
@@ -87,7 +86,7 @@ class Telemetry:
         self._running = False
         self.began = 0.0
         """When training did, by ``machine.now``."""
-        self._ranks: Ranks | None = None
+        self._exposed = ExposedCommunication()
 
     def start(self, loop: Loop, pages: TensorBoardPages | None = None) -> None:
         """Training is about to begin: model and optimizer are on their device."""
@@ -99,8 +98,6 @@ class Telemetry:
         self._peak = find_peak(self._device, loop.precision, measure=self._measure_peak)
         self.wait = DataWait(self._clock)
         hardware.reset_peaks(self._device)
-        if loop.world_size > 1:
-            self._ranks = Ranks(loop)
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
         self.curves.begin(self._clock, self._peak)
@@ -258,8 +255,8 @@ class Telemetry:
         for number, points in self.curves.read(everything=everything):
             if self._pages is not None:
                 self._pages.scalars(points | self._points(), number)
-        if self._ranks is not None:
-            self._ranks.exposed.look(self._loop.wrapped)
+        if self._loop.world_size > 1:
+            self._exposed.look(self._loop.wrapped)
 
     def _points(self) -> Points:
         """What is counted from the beginning on."""
@@ -274,14 +271,14 @@ class Telemetry:
             "usage/joules_per_sample": self._energy.joules_per_sample(),
         }
 
-    def _rank_figures(self, ranks: Ranks) -> RankFigures:
-        """What this process measured."""
-        exposed = ranks.exposed.median_seconds
+    def _rank_figures(self) -> RankFigures:
+        """What this process of several measured."""
+        exposed = self._exposed.median_seconds
         if exposed is None and (profile := self.profile()) is not None:
             exposed = profile.get("exposed_communication_seconds_per_step")
         number = "" if self._device.index is None else f" {self._device.index}"
         return RankFigures(
-            rank=ranks.rank,
+            rank=distributed.get_rank(),
             host=platform.node(),
             device=hardware.device_name(self._device) + number,
             steady_step_seconds_median=self.meter.median_seconds,
@@ -304,13 +301,15 @@ class Telemetry:
         self.flush(everything=True)
 
     def fill(self, record: RunRecord, *, together: bool) -> None:
-        """Write what was measured into ``record``; ``together`` adds the rates of all processes up, for which every one
-        of them must call this: after an error on one of them that would hang."""
-        if self._ranks is not None:
-            self._ranks.publish(self._rank_figures(self._ranks))
+        """Write what was measured into ``record``; ``together`` brings the figures of all processes together, for which
+        every one of them must call this: after an error on one of them that would hang."""
         rates, peak = self.meter.steady.rates(), self._peak
-        if together:
-            rates = added_up(rates, self._loop)  # which waits for all ranks
+        if together and self._loop.world_size > 1:
+            found: list[Any] = [None] * self._loop.world_size
+            distributed.all_gather_object(found, (self._rank_figures(), rates))
+            rates = added_up(rates, [each for _, each in found])
+            if self._loop.is_first_process:
+                record.ranks = [figures for figures, _ in found]
         record.take(rates, peak)
         shares = peak.utilization(rates.teraflops_per_second)
         record.model_flops_utilization, record.model_flops_utilization_measured_peak = shares
@@ -326,8 +325,7 @@ class Telemetry:
         if self.preflight_seconds is not None:
             record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
         record.preflight_seconds = self.preflight_seconds
-        if self._ranks is not None and self._loop.is_first_process:
-            record.ranks = self._ranks.collect()
+        if record.ranks:
             record.peak_device_memory_gib = _highest([one.peak_device_memory_gib for one in record.ranks])
             record.peak_process_memory_gib = _highest([one.peak_process_memory_gib for one in record.ranks])
         record.steps = self.steps_done
