@@ -81,9 +81,8 @@ def eager_forward(
     seen: EagerSeen | None = None
     error: Exception | None = None
     try:
-        with eager(program), region_draws(program) as drawn, loop.quiet():
-            with torch.no_grad():
-                loss = loop.forward_loss(arguments)
+        with eager(program), region_draws(program) as drawn, loop.quiet(), torch.no_grad():
+            loss = loop.forward_loss(arguments)
             seen = EagerSeen(
                 left=left_by_forward(loss, loop.module),
                 before=before,

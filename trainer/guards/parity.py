@@ -284,7 +284,7 @@ class ParityGate:
             with around_steps(self._loop.optimizers, about_to_step), apart:
                 enter()
                 returned = self._loop.step(batch, lambda loss: losses.append(loss.float().sum()))
-            gradients = [used[one] if one in used else gradient_of(one) for one in parameters]
+            gradients = [used[one] if one in used else gradient_of(one).clone() for one in parameters]
             see(number, torch.stack(losses) if losses else returned, gradients)
             return
         calls = 0

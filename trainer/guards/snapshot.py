@@ -109,7 +109,8 @@ class Snapshot:
                 self._keep(value, name)
         self._put_back += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
         self._put_back += [partial(_bind, one, "requires_grad", one.requires_grad) for one in parameters]
-        self._put_back += [partial(_give_data, one, one.data) for one in parameters if not is_lazy(one)]
+        held = [(one, one.data) for one in parameters if one.layout is torch.strided and not is_lazy(one)]
+        self._put_back += [partial(_give_data, one, data) for one, data in held if type(local(data)) is Tensor]
         self._random = random_state()
         # Last, because it looks at the state that the others have put back.
         self._put_back_last = [strategy.take(program) for strategy in program.strategies] if program else []
