@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from scripts.arguments import composed_training, exit_code, own_caches, parser
-from scripts.bisect.search import OPTIMIZER, Culprit, Outcome, Report, Search, named, searched
+from scripts.bisect.search import MAX_SHAPES, OPTIMIZER, Culprit, Outcome, Report, Search, named, searched
 from strategies import Modular, Stage, Strategy
 from strategies.base import holds
 from strategies.compose import label
@@ -105,7 +105,8 @@ def trial_line(number: int, what: str, outcome: Outcome) -> str:
 def lines(report: Report, what: str) -> Iterator[str]:
     """The report in words, with rich's markup; ``what`` was searched."""
     if not report.whole.differs:
-        yield f"[bold green]nothing wrong[/]: {escape(what)} equals eager within its tolerance"
+        shapes = f"(in {MAX_SHAPES} shapes of batch at most)"
+        yield f"[bold green]nothing wrong[/]: {escape(what)} equals eager within its tolerance {shapes}"
         return
     yield f"[bold red]{escape(what)} {DIFFERS}[/]: {_seen(report.whole)}"
     if not report.culprits:

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from scripts.bisect.search import OPTIMIZER, Node, Outcome
+from scripts.bisect.search import MAX_SHAPES, OPTIMIZER, Node, Outcome
 from scripts.explain.batches import copied, kind_of, wrap_training_loader
 from scripts.explain.run import training
 from strategies import Modular, Program, Stage, Strategy
@@ -32,8 +32,6 @@ from trainer.telemetry.source import shown
 
 MAX_BATCHES = 32
 """Batches among which different shapes are looked for."""
-MAX_SHAPES = 4
-"""Of them so many are tried."""
 
 
 class Bench:

@@ -15,6 +15,8 @@ from trainer.auto import refuse_choice
 
 OPTIMIZER = "optimizer step"
 """Stands among the module paths of a trial for the compiled optimizer step."""
+MAX_SHAPES = 4
+"""Shapes of batch that are tried, the first ones."""
 LEFT_OUT = {
     Stage.CACHE: "left out, so that no store is read or written",
     Stage.STEP: "left out, a captured step runs no single submodule",
