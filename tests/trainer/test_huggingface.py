@@ -38,10 +38,8 @@ from strategies import (
 )
 from strategies.compose import label
 from tests.conftest import ROOT
-from tests.trainer.runs import SCALARS
 from trainer.guards.compare import ParityError
 from trainer.loops.compile_trainer import compile_trainer
-from trainer.loops.huggingface import LOGGED
 from trainer.telemetry.record import RunRecord
 
 EAGER: dict[str, Any] = {"backend": "eager"}
@@ -221,11 +219,9 @@ def test_two_runs_compare_like_two_of_the_command_line(
 
 
 def test_the_trainers_own_log_has_the_speed(tmp_path: Path) -> None:
-    assert set(LOGGED) <= SCALARS
-    trainer, record = trained(tmp_path, [Regional(**EAGER)])
+    trainer, _ = trained(tmp_path, [Regional(**EAGER)])
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
-    assert logged["usage/samples_per_second"] > 0
-    assert logged["warmup/compile_seconds"] == pytest.approx(record.compile_seconds)
+    assert logged["speed/steps_per_second"] > 0
 
 
 @pytest.mark.slow

@@ -24,16 +24,8 @@ from strategies.torch_patches import as_capturing
 from trainer.loops.private import replaced
 from trainer.loops.processes import OneProcess, evaluating
 
-LOGGED = (
-    *(
-        "speed/steps_per_second",
-        "speed/useful_tokens_per_second",
-        "usage/samples_per_second",
-        "usage/tokens_per_second",
-    ),
-    *("usage/step_milliseconds_median", "usage/peak_device_gib", "warmup/compile_seconds", "warmup/recompiles"),
-)
-"""Figures that go into the Trainer's own log, which is printed, too; TensorBoard has all of them."""
+LOGGED = "speed/"
+"""Begins the names of figures that go into the Trainer's own log, which is printed, too; TensorBoard has all."""
 CAPTURES = "transformers.Trainer clips and steps the optimizer apart from its training_step"
 
 
@@ -160,8 +152,9 @@ class HuggingFaceLoop(OneProcess):
     @property
     def metrics(self) -> Mapping[str, Tensor]:
         found = {name: value for entry in self._trainer.state.log_history for name, value in entry.items()}
-        kept = {name: value for name, value in found.items() if name not in (*LOGGED, "step", "epoch")}
-        return {name: torch.tensor(value) for name, value in kept.items() if isinstance(value, int | float)}
+        kept = {name: value for name, value in found.items() if isinstance(value, int | float)}
+        ours = ("step", "epoch", *(name for name in kept if name.startswith(LOGGED)))
+        return {name: torch.tensor(value) for name, value in kept.items() if name not in ours}
 
     @property
     def writer(self) -> Any | None:
@@ -169,7 +162,7 @@ class HuggingFaceLoop(OneProcess):
         return next((found for one in callbacks if (found := getattr(one, "tb_writer", None)) is not None), None)
 
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
-        self._figures.update({name: value for name, value in values.items() if name in LOGGED})
+        self._figures.update({name: value for name, value in values.items() if name.startswith(LOGGED)})
 
     def counters(self) -> list[object]:
         return [types.SimpleNamespace(**self._of_subclass())]
