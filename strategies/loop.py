@@ -249,14 +249,8 @@ class Loop(Protocol):
         returned, ``(numbers,)``. Raises SkippedStep.
         """
 
-    def forward(self, batch: Any) -> Any:
-        """The training step alone; returns what it returned."""
-
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
         """The training step alone, on arguments as ``around_training_step`` gives them; its loss as in ``train``."""
-
-    def optimize(self) -> None:
-        """An optimizer step with the gradients that are there, clipping and scaling included."""
 
     def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
         """A validation step on ``batch`` in evaluation mode; returns what it returned. ``step="training_step"`` runs

@@ -198,9 +198,6 @@ class HuggingFaceLoop(OneProcess):
             inspect(loss)
         return loss
 
-    def forward(self, batch: Any) -> Any:
-        return self.forward_loss({"batch": batch, "num_items_in_batch": self._items})
-
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
         losses: list[Tensor] = []
         with replaced(self, "_losses", losses.append):

@@ -207,9 +207,6 @@ class LightningLoop(Processes):
         self._optimizer_step(keep_loss)
         return losses[-1]
 
-    def forward(self, batch: Any) -> Any:
-        return self._training_step(self._arguments(batch, 0))
-
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
         results = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
         model: Any = self.wrapped
@@ -217,10 +214,6 @@ class LightningLoop(Processes):
             if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # its note to synchronise buffers
                 kept.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)
             return results.from_training_step_output(self._training_step(arguments), self.micro_batches).loss
-
-    def optimize(self) -> None:
-        loss = torch.zeros((), device=self.device)
-        self._optimizer_step(lambda: loss)
 
     def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
         trainer, batch = self._trainer, _rebuilt(batch)

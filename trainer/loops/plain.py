@@ -154,9 +154,6 @@ class PlainLoop(OneProcess):
             inspect(loss)
         return loss
 
-    def forward(self, batch: Any) -> Any:
-        return self.forward_loss({"batch": batch, "batch_idx": 0})
-
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
         with self.autocast():
             returned = self.module.training_step(*arguments.values())  # type: ignore[operator]
