@@ -6,7 +6,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +237,11 @@ def find_checkpoint(resume: str) -> Path:
     return found
 
 
-def opened(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+def opened(checkpoint: Path) -> dict[str, Any]:
     """What ``checkpoint`` holds, mapped from the disk; of a directory without its weights.
 
     Reads all of it once (a second or more for a gigabyte), because torch.load compares no checksums. Raises
-    ValueError when a part of it is damaged, when it is none of Lightning's or lacks one of ``parts``.
+    ValueError when a part of it is damaged, when it is none of Lightning's or lacks one of ``PARTS``.
     """
     try:
         if (part := damaged(checkpoint)) is not None:
@@ -249,7 +249,7 @@ def opened(checkpoint: Path, *, parts: Sequence[str] = PARTS) -> dict[str, Any]:
         # Memory-mapped, so that only the part that is read comes off the disk.
         file = checkpoint / META if checkpoint.is_dir() else checkpoint
         loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        if missing := [part for part in parts if part not in loaded]:
+        if missing := [part for part in PARTS if part not in loaded]:
             raise ValueError(f"it holds no {', '.join(missing)}")
         return {**loaded, "global_step": int(loaded["global_step"])}
     except pickle.UnpicklingError as error:  # torch's own words advise to load it without this check

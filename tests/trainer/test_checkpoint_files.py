@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import train
-from trainer.checkpoints import Checkpoints, find_checkpoint, opened, random_states, restore_own
+from trainer.checkpoints import PARTS, Checkpoints, find_checkpoint, opened, random_states, restore_own
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.process import StopRequest
@@ -47,7 +47,7 @@ def test_a_write_that_fails_midway_leaves_the_old_checkpoint_whole(
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="No space left"):
         AtomicCheckpointIO().save_checkpoint({"global_step": 2}, path)
-    assert opened(path, parts=["global_step"])["global_step"] == 1
+    assert torch.load(path)["global_step"] == 1
     assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
 
 
@@ -215,10 +215,10 @@ def test_a_checkpoint_that_was_written_without_checksums_is_read(tmp_path: Path)
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save({"global_step": 3}, tmp_path / "last.ckpt")
+        torch.save({**dict.fromkeys(PARTS), "global_step": 3}, tmp_path / "last.ckpt")
     finally:
         torch.serialization.set_crc32_options(before)
-    assert opened(tmp_path / "last.ckpt", parts=["global_step"])["global_step"] == 3
+    assert opened(tmp_path / "last.ckpt")["global_step"] == 3
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_is_named_with_the_file(
