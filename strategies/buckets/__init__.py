@@ -106,22 +106,18 @@ class Buckets(Strategy):
         """Edges for examples of ``lengths``, at which cuDNN's attention is right; given ones stay, with a note."""
         from strategies.buckets.batches import clear_of_64, fitted
 
-        if self.edges is None:
-            edges = fitted(lengths, count=self.count, multiple=self.multiple, limit=self.limit)
-        else:
-            edges = tuple(self.edges)
+        multiple, limit = self.multiple, self.limit
+        edges = tuple(self.edges or fitted(lengths, count=self.count, multiple=multiple, limit=limit))
         if not _cudnn_fails(program):
             return edges
-        clear = clear_of_64(edges, multiple=self.multiple, limit=self.limit)
-        kept = edges if self.edges is not None else clear
-        if moved := sorted(set(edges) - set(kept)):
-            program.report.setdefault(self.name, {})["moved_edges"] = moved
-        if left := [edge for edge in kept if edge % 128 == 64]:
+        if self.edges is None:
+            edges = clear_of_64(edges, multiple=multiple, limit=limit)
+        if left := [edge for edge in edges if edge % 128 == 64]:
             program.notes.append(
                 f"buckets: at {', '.join(map(str, left))} positions the backward of cuDNN's attention can give NaN "
                 "with this torch (pytorch issue 196678); torch.backends.cuda.enable_cudnn_sdp(False) does without it"
             )
-        return kept
+        return edges
 
 
 def _cudnn_fails(program: Program) -> bool:

@@ -35,7 +35,6 @@ MAX_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
 UNLIKE = "not every weight has a gradient in each micro-batch"
 _TORCH = os.path.dirname(torch.__file__)
-SEVERAL = "evaluates the loss several times in a step"
 LOG_METHODS = frozenset({"log", "log_dict"})
 """Stood in for while a step runs."""
 
@@ -64,8 +63,6 @@ class StepCapture:
         self._optimizer: GraphedStep | None = None
         for reason in loop.why_not_capture():
             self._stop(reason)
-        if any(isinstance(one, torch.optim.LBFGS) for one in loop.optimizers):
-            self._stop(f"LBFGS {SEVERAL}")
         if loop.world_size > 1:
             graphs.agree, graphs.warmup_steps = loop.least, loop.capture_warmup_steps
             if loop.anywhere(graphs.given_up) and not graphs.given_up:
@@ -195,7 +192,7 @@ class StepCapture:
         with self._loop.around_training_step(again.append, lambda _: None):
             yield
         if again:
-            self._stop(f"{type(self._of).__name__} {SEVERAL}")
+            self._stop(f"{type(self._of).__name__} evaluates the loss several times in a step")
 
     def _keep(self) -> Kept:
         gradients = [parameter.grad.clone() for parameter in self.sample if parameter.grad is not None]
