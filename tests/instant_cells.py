@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hydra.plugins.sweeper import Sweeper
 
-from trainer.sweep import launcher
 from trainer.sweep import sweep as sweep_module
 from trainer.sweep.plan import PlannedCell
 
@@ -27,7 +26,6 @@ class InstantCells:
         self.code = "commit 0000000000"
         monkeypatch.setattr(sweep_module, "code_version", lambda: self.code)
         monkeypatch.setattr(sweep_module, "run_cell", self._run)
-        monkeypatch.setattr(launcher, "write_speeds", lambda sweep_dir: None)
         # Hydra composes each cell once to see whether it can be; the launcher does so again.
         monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda self, batch: None)
 

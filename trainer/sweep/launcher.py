@@ -48,7 +48,7 @@ from trainer.sweep.plan import (
     with_arms,
 )
 from trainer.sweep.processes import stopping_signals
-from trainer.sweep.sweep import Sweep, summarize, write_speeds
+from trainer.sweep.sweep import Sweep, summarize
 from trainer.telemetry.record import RunRecord
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
@@ -107,8 +107,6 @@ class IsolatedLauncher(Launcher):
         width = shutil.get_terminal_size().columns
         runs = [Run(cell.directory, cell.record) for cell in sweep.ended]
         self._console.print(summarize(runs, planned=len(cells), sweep_dir=directory, width=width))
-        if missing := write_speeds(directory):
-            self._console.print(missing)
         if signals:
             self._console.print(f"continue with: {command}")
             sys.exit(128 + signals[-1])

@@ -1,5 +1,4 @@
-"""Sweep: runs what is left of its cells, one after the other, and keeps what became of each;
-then compares them, on the terminal and in TensorBoard's table of runs."""
+"""Sweep: runs what is left of its cells, one after the other, keeps what became of each, and compares them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
-from trainer.report.runs import Run, find
+from trainer.report.runs import Run
 from trainer.sweep.environment import code_version
 from trainer.sweep.plan import Ledger, PlannedCell
 from trainer.sweep.processes import goes_on, loaded, run_cell
@@ -124,12 +123,6 @@ class Sweep:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-# ---- what a sweep leaves at its end ----------------------------------------------------------------------------------
-
-SUFFIX = ".summary"
-"""Last part of the name of a run's file, by which the one of an earlier comparison is found."""
-
-
 def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, width: int) -> str:
     """The comparison of a sweep's runs as text, which has the reasons of those that did not finish, and how to see
     more."""
@@ -141,34 +134,3 @@ def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, width: int)
         lines.append(f"stopped after {len(runs)} of {planned} cells")
     folder = shlex.quote(str(sweep_dir))
     return "\n".join([*lines, f"python -m scripts.compare {folder}", f"tensorboard --logdir {folder}"])
-
-
-def write_speeds(sweep_dir: Path) -> str | None:
-    """Compare the runs in ``sweep_dir`` and write each run's speed to eager into the run's row of TensorBoard's HParams
-    table; returns what the user should know of it.
-
-    Nothing is written where no two arms of one workload are there to compare. A sweep does not fail for want of it.
-    """
-    try:
-        compared = compare_runs(find([sweep_dir], unreadable=lambda reason: None))
-        several = [found for found in compared if found.baseline_row is not None and len(found.rows) > 1]
-        for row in (row for found in several for row in found.rows):
-            for run in row.cell.finished:
-                _write_speed(run, 1.0 if row.ratio is None else row.ratio.value)
-    except (OSError, ValueError) as error:
-        return f"no speed to eager for TensorBoard: {str(error).splitlines()[0]}"
-    return None
-
-
-def _write_speed(run: Run, speed: float) -> None:
-    """Write it instead of what an earlier comparison left in the run's folder."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    for old in run.directory.glob(f"events.out.tfevents.*{SUFFIX}"):
-        old.unlink()
-    writer = EventFileWriter(str(run.directory), filename_suffix=SUFFIX)
-    value = Summary.Value(tag="whole_run/speed_to_eager", simple_value=speed)
-    writer.add_event(Event(step=run.record.steps or 0, wall_time=time.time(), summary=Summary(value=[value])))
-    writer.close()
