@@ -36,7 +36,7 @@ from trainer.process import Interrupted, StopRequest, process_settings, signal_a
 from trainer.script import conclude
 from trainer.settings import Config, Peer
 from trainer.sweep.environment import Launch, described, launched
-from trainer.sweep.folders import claim, put_back, release
+from trainer.sweep.folders import claim, is_first_process, put_back, release
 from trainer.telemetry import hardware
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
@@ -349,8 +349,3 @@ class Training(Job):
         if restarted:
             self._record.notes.append(f"{restarted}: from step {step}, its last checkpoint")
         return checkpoint, saved
-
-
-def is_first_process() -> bool:
-    """Whether this process is the one that prints and writes; known from the environment before there is a trainer."""
-    return int(getattr(rank_zero_only, "rank", 0) or 0) == 0
