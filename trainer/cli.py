@@ -161,9 +161,9 @@ def _help(self: Hydra, config_name: str | None, args_parser: Any, args: Any) -> 
     known: dict[str, dict[str, Any]] = {"task": dict(TASKS), "compile": dict(STRATEGIES)}
     repository = self.config_loader.repository  # type: ignore[attr-defined]
     print(f"{EXAMPLES}\nchoose (what this command would take comes first):")
-    for group in (name for name in _groups(repository, "") if chosen.get(name) is not None or name in GROUPS):
+    for group, meaning in GROUPS.items():
         options = sorted(repository.get_group_options(group, ObjectType.CONFIG))
-        print(f"  {group}={chosen.get(group) or ''}  {GROUPS.get(group, '')}")
+        print(f"  {group}={chosen.get(group) or ''}  {meaning}")
         explained = [option for option in options if option in known.get(group, {})]
         for option in explained:
             print(_columns(f"      {option}", 28, _sentence(inspect.getdoc(known[group][option]) or "", {})))
@@ -172,14 +172,6 @@ def _help(self: Hydra, config_name: str | None, args_parser: Any, args: Any) -> 
     print("\nset (with the value that this command would use):")
     for name, value, meaning in _options(self.get_sanitized_cfg(cfg, "job"), ""):
         print(_columns(f"  {name}={value}", 40, meaning))
-
-
-def _groups(repository: Any, parent: str) -> Iterator[str]:
-    for name in sorted(repository.get_group_options(parent, ObjectType.GROUP)):
-        if parent or name not in ("hydra", "schema"):
-            group = f"{parent}/{name}" if parent else name
-            yield group
-            yield from _groups(repository, group)
 
 
 def _options(node: DictConfig, prefix: str) -> Iterator[tuple[str, str, str]]:
