@@ -37,13 +37,10 @@ def report(options: argparse.Namespace) -> int:
     runs = find(options.runs, unreadable=lambda reason: print(f"warning: left out: {reason}", file=sys.stderr))
     comparisons = compare_runs(runs, baseline=options.baseline, at_steps=options.steps)
     text = page.render(comparisons, tables.scalings(runs))
-    if options.output == "-":
-        sys.stdout.write(text)
-    else:
-        with written_whole(Path(options.output), "w") as file:
-            file.write(text)
-        counts = f"{page.counted(len(comparisons), 'workload')}, {page.counted(len(runs), 'run')}"
-        print(f"{options.output}: {counts}, {len(text) / 1024:,.0f} KiB")
+    with written_whole(Path(options.output), "w") as file:
+        file.write(text)
+    counts = f"{page.counted(len(comparisons), 'workload')}, {page.counted(len(runs), 'run')}"
+    print(f"{options.output}: {counts}, {len(text) / 1024:,.0f} KiB")
     return 0
 
 
@@ -52,7 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = made.add_argument
     steps_help = "steps to give total times for (default: 500 2000 20000)"
     add("runs", nargs="*", metavar="RUN", help="see below (default: outputs)")
-    add("-o", "--output", default="report.html", metavar="FILE", help="the page; - = the output (default: %(default)s)")
+    add("-o", "--output", default="report.html", metavar="FILE", help="the page (default: %(default)s)")
     add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: %(default)s)")
     add("--steps", nargs="+", default=[], metavar="N", help=steps_help)
     options = made.parse_args(arguments)

@@ -51,7 +51,6 @@ def test_a_sound_run_has_none() -> None:
             "2 graph breaks; crucible explain names the lines",
         ),
         ({"events": [Event(kind="recompile", reason="size")]}, "1 recompile; the report's page has the reasons"),
-        ({"resumed_from": "/runs/last.ckpt"}, "resumed from /runs/last.ckpt"),
         ({"start": None, "cache": None}, "cache state unknown: its warm-up is counted as a cold start's"),
         ({"setup_seconds": 9.2}, "setup took 9.2 s, the baseline's 3.2 s; total times take the same for all arms"),
         ({"status": "running"}, "still running, or killed while it was (1)"),
@@ -76,8 +75,8 @@ def test_runs_that_scatter_are_thin_and_some_of_several_are_counted() -> None:
         whole(round=number, steady_steps_per_second=rate, samples_per_second=32 * rate)
         for number, rate in enumerate((20.0, 25.0))
     ]
-    runs[1].resumed_from = "last.ckpt"
-    assert flags(*runs) == ["thin: its runs differ by 22%", "resumed from last.ckpt (1 of 2 runs)"]
+    runs[1].eager_parts = {"net": "no reason"}
+    assert flags(*runs) == ["ran eager in part (1 of 2 runs): no reason", "thin: its runs differ by 22%"]
 
 
 def test_what_fell_back_to_eager_altogether_is_never_recommended() -> None:

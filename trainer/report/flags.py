@@ -65,7 +65,6 @@ def unlike_conditions(runs: Sequence[Run]) -> list[str]:
 def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     """All flags of ``cell``, the gravest first."""
     busy = [each.busy for run in cell.finished if (each := run.record.machine) is not None and each.busy]
-    resumed = [run.record.resumed_from for run in cell.finished if run.record.resumed_from]
     parity = parity_of(cell)
     flags = [*_not_finished(cell), *_rolled_back(cell)]
     if busy:
@@ -75,8 +74,6 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     if other := next((network for run in cell.finished if (network := run.record.report.get("network"))), None):
         flags.append(f"another network: {other['class']} of {other['parameters']:,} parameters, not the task's")
     flags += [*_loss(cell, baseline), *_compiled(cell), *_thin(cell)]
-    if resumed:
-        flags.append(f"resumed from {resumed[0]}{_of(resumed, cell)}")
     if cell.compiles and cell.others and not cell.cold:
         flags.append("cache state unknown: its warm-up is counted as a cold start's")
     return [*flags, *_setup(cell, baseline)]
