@@ -34,8 +34,6 @@ COMPUTE = re.compile(r"^(aten::|CompiledFunction|## Call CompiledFxGraph)")
 """What computes on a CPU; what dispatches a collective does not."""
 STEPS = 5
 """Recorded; each adds thousands of events to a trace, and a viewer has to load them all."""
-QUIET_STEPS = 3
-"""Steady steps in a row before the recording."""
 SETTINGS = {
     "KINETO_LOG_LEVEL": "99",  # the tracing library writes to stderr, errors on a machine without a device among it
     "TEARDOWN_CUPTI": "0",  # CUDA graphs and a tracer that comes and goes crash: torch/profiler/_utils.py
@@ -51,7 +49,7 @@ class StepProfiler:
 
     def __init__(self, device: torch.device, directory: Path | None) -> None:
         self._device, self._directory = device, directory
-        self._done = self._quiet = self._first = 0
+        self._done = self._first = 0
         self.recording = self._over = False
         self.facts: dict[str, Any] = {}
         """For the record, once the recording has ended."""
@@ -78,8 +76,7 @@ class StepProfiler:
             self._first = self._first or step.number
             self._done += 1
             return False
-        self._quiet = self._quiet + 1 if warm and not step.compiled else 0
-        return self._quiet >= QUIET_STEPS
+        return warm and not step.disturbed
 
     def start(self) -> None:
         """Begin to record; what was launched before is waited for."""
@@ -95,7 +92,7 @@ class StepProfiler:
         """End the recording, between two steps; without a whole step in it, it is begun again later."""
         if not self.recording:
             return
-        self.recording, self._quiet = False, 0
+        self.recording = False
         with self._safely():
             hardware.wait(self._device)
             self._recorder.stop()
@@ -106,7 +103,7 @@ class StepProfiler:
     def finish(self) -> None:
         """Training is over: note why there is no profile, if there is none."""
         if not self._over:
-            self._end({"reason": f"the run ended before {QUIET_STEPS} steady steps and a profiled one"})
+            self._end({"reason": "the run ended before a steady step and a profiled one"})
 
     def _read(self, steps: int) -> dict[str, Any]:
         """Facts of the recording, of which the trace is written."""
