@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import shlex
 import sys
@@ -37,8 +38,6 @@ takes several submodules together, 128 + signal interrupted.
 """
 NOTHING_WRONG, FOUND, ONLY_TOGETHER = 0, 1, 3
 DIFFERS = "computes something else than eager"
-PLAIN = re.compile(r"[\w./:+*?@%-]+")
-"""Text that Hydra reads without quotes."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,19 +156,9 @@ def modular_overrides(
     return given + ([f"+compile.{Modular.name}.parts={written(parts)}"] if parts else [])
 
 
-def written(value: Any) -> str:
-    """A value as Hydra's command line reads it."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{written(each)}" for name, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(written, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, str) and not PLAIN.fullmatch(value):
-        from trainer.sweep.plan import quoted
-
-        return quoted(value)
-    return str(value)
+def written(parts: Mapping[str, Any]) -> str:
+    """Parts as Hydra's command line reads them: JSON whose keys have no quotes."""
+    return re.sub(r'"([^"]+)":', r"\1:", json.dumps(parts, separators=(",", ":")))
 
 
 def _changed_options(request: Any) -> dict[str, Any]:
