@@ -145,7 +145,6 @@ class Background:
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MAX_WORKERS, usable_cores() // 2))))
-        environment["CRUCIBLE_HELPER"] = "1"
         with (folder / "errors.txt").open("wb") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "trainer.background.helper", str(self._options.max_host_gib)],
@@ -299,9 +298,7 @@ class Background:
                 assert pipe is not None
                 with contextlib.suppress(OSError):
                     pipe.close()  # of the first one, the helper sees the end, and ends its workers and itself
-            _REAPED.append(process)
-        for each in [one for one in _REAPED if one.poll() is not None]:
-            _REAPED.remove(each)
+            # Nobody waits for it here: subprocess does, when it starts the next process.
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -340,10 +337,6 @@ class Gate:
         if number in self.trials:
             return self.trials[number](*args, **kwargs)
         return self._module._call_impl(*args, **kwargs)
-
-
-_REAPED: list[subprocess.Popen[bytes]] = []
-"""Helpers that were asked to end, until they have."""
 
 
 def main_script() -> str | None:
