@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -77,12 +76,13 @@ class Sentinel:
     def heard(self, every_seconds: float) -> Iterator[dict[str, Any]]:
         """What it says until it ends, and an empty dictionary each time it has been silent for ``every_seconds``."""
         assert self._process.stdout is not None
-        held, pipe = b"", self._process.stdout.fileno()
+        held, selector = b"", selectors.DefaultSelector()
+        selector.register(self._process.stdout, selectors.EVENT_READ)
         while True:
-            if not select.select([pipe], [], [], every_seconds)[0]:
+            if not selector.select(every_seconds):
                 yield {}
                 continue
-            came = os.read(pipe, 4096)
+            came = os.read(self._process.stdout.fileno(), 4096)
             if not came:
                 return
             *lines, held = (held + came).split(b"\n")
