@@ -148,6 +148,14 @@ def test_other_random_numbers_than_eagers_are_not_taken_for_an_error(tmp_path: P
     assert record.audits.worst["update"].share <= 1, "the optimizer is audited still"
 
 
+def test_a_dropout_that_hardly_ever_drops_is_no_difference(tmp_path: Path) -> None:
+    # No mask of the calibration drops anything, one of the step's does.
+    with guarded.backend("tests_audited_draws", other_draws, guarded.as_it_is) as backend:
+        _, record, error = audited(Traceable(dropout=0.003), tmp_path, regional(backend))
+    assert error is None
+    assert record.audits.unrepeated_steps == [2]
+
+
 def test_a_loss_scaler_that_leaves_steps_out_raises_no_alarm(tmp_path: Path) -> None:
     from lightning.pytorch.plugins import MixedPrecision
 

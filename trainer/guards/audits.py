@@ -86,6 +86,8 @@ class Audits:
         self._captured, self._unaudited, self._gradients, self._differs = captured, unaudited, gradients, differs
         self._mode, self._multiple = mode, MULTIPLES[mode]
         self._unit = rounding_unit(program.precision, loop.device)
+        self._noise: list[Distances] = []
+        """How far eager was from itself, a rounding off, when that was last looked into."""
         self._undo = contextlib.ExitStack()
         self._checkpoints: dict[str, int] = {}
         """Those that the training writes, and the one that it was resumed from, with their steps."""
@@ -241,7 +243,7 @@ class Audits:
 
     def _judged(self, pair: Pair, micro_batch: MicroBatch) -> dict[str, AuditDifference]:
         """The differences of loss and buffers, looked into where one is beyond its tolerance, on every process."""
-        found = self._differences(pair, [])
+        found = self._differences(pair)
         if self._captured() and self._settles is None and pair.eager is not None:
             # What changes buffers after the forward (one that is computed again in the backward) cannot be seen later.
             self._settles = "buffers" not in found or found["buffers"].share <= 1
@@ -266,32 +268,35 @@ class Audits:
             after: Snapshot | None = Snapshot(loop, micro_batch.batch, self._program)
         except torch.OutOfMemoryError:
             after = None
-        if loop.anywhere(after is None or pair.eager is None) or after is None or pair.eager is None:
+        eager = pair.eager
+        if loop.anywhere(after is None or eager is None) or after is None or eager is None:
             raise RuntimeError("there is no memory for a copy of the state")
         weights = [one for one in loop.module.parameters() if one.requires_grad and one.is_floating_point()]
+        random = loop.anywhere(eager.drew)
+
+        def set_off(number: int) -> None:
+            after.restore()
+            eager.before.restore()
+            perturb(weights, unit * (1, 4)[number % 2], SEED + number)
+            if random:  # what one mask alone shows is not to show again
+                torch.manual_seed(SEED + number)
+
         with loop.quiet(), contextlib.ExitStack() as at_end:
             at_end.callback(after.restore)
-            random, noise = loop.anywhere(pair.eager.drew), []
-            pair.eager.before.restore()
-            base = self._eager_forward(micro_batch.arguments)
+            eager.before.restore()
+            base, self._noise = self._eager_forward(micro_batch.arguments), []
             for number in range(SAMPLES):
-                after.restore()
-                perturb(weights, unit * (1, 4)[number % 2], SEED + number)
-                pair.eager.before.restore()
-                if random:
-                    torch.manual_seed(SEED + number)
+                set_off(number)
                 again = self._eager_forward(micro_batch.arguments)
-                noise.append(base.comparison(self._multiple, unit).distances(again.left))
-            found = self._differences(pair, noise)
+                self._noise.append(base.comparison(self._multiple, unit).distances(again.left))
+            found = self._differences(pair)
             for number in range(SAMPLES, SAMPLES + REPEATS):
                 if not self._beyond(found):
                     break
-                after.restore()
-                pair.eager.before.restore()
-                perturb(weights, unit, SEED + number)
+                set_off(number)
                 with self._paired(micro_batch) as repeated:
                     repeated.outputs.update(micro_batch.run(micro_batch.batch))
-                shown = self._differences(repeated, noise)
+                shown = self._differences(repeated)
                 for kind in [kind for kind, one in found.items() if one.share > 1]:
                     if kind not in shown or shown[kind].share <= 1:
                         del found[kind]
@@ -299,16 +304,16 @@ class Audits:
                         self.facts.unrepeated_steps.append(self._number)
         return found
 
-    def _differences(self, pair: Pair, noise: list[Distances]) -> dict[str, AuditDifference]:
-        """By kind, the difference that is nearest to its tolerance or beyond it; those that say nothing left out.
-        ``noise`` is how far eager is from itself on this batch, a rounding off."""
+    def _differences(self, pair: Pair) -> dict[str, AuditDifference]:
+        """By kind, the difference that is nearest to its tolerance or beyond it; those that say nothing left out."""
         step, eager = pair.step, pair.eager
         if step is None or eager is None:
             return {}
         found: dict[str, AuditDifference] = {}
         comparison = eager.comparison(self._multiple, self._unit)
-        comparison.noise = noise
         apart = comparison.distances(step)
+        shapes = {kind: one.shape for kind, one in apart.items()}
+        comparison.noise = [one for one in self._noise if {kind: one[kind].shape for kind in one} == shapes]
         if "loss" not in apart:
             self.facts.not_compared.setdefault("loss", "training_step returned no loss")
         for kind in [kind for kind in apart if kind not in self._never and len(apart[kind])]:
