@@ -23,7 +23,6 @@ from trainer.report.published import (
     RATIO,
     RECORDS,
     SAME,
-    STEP,
     TIME_TOLERANCE,
     TOLERANCES,
     PublishedRow,
@@ -78,8 +77,7 @@ def work(options: argparse.Namespace) -> int:
     for name, row in rows.items():
         mark = "" if row.compared.ratio is None or row.compared.ratio.shown else NOT_SURE
         speed = mark + range_text(RATIO, row.figures.get(RATIO, ()))
-        alone = "no eager beside it" if row.records[0].strategies else "what the others are compared with"
-        what = f"{speed} times eager" if RATIO in row.figures else alone
+        what = f"{speed} times eager" if RATIO in row.figures else "without a ratio to eager"
         print(f"{name:<{width}} {what}, {counted(len(row.records), 'round')}, {row.records[0].device}")
     return 0
 
@@ -180,8 +178,6 @@ def report(name: str, row: PublishedRow, here: PublishedRow, *, command: str) ->
     remarks = list(here.compared.flags)
     if (row.spread or 0) > MAX_SPREAD:
         remarks.append(f"the published rounds spread by {row.spread:.0%}: that the ratio holds says little")
-    if not same_gpu and STEP in expected:
-        remarks.append("times and memory are compared on a GPU of the same model alone")
     return "\n".join(
         [
             f"\n{name}: {conclusion}",

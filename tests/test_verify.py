@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_what_holds_and_what_does_not_is_said(
     text = capsys.readouterr().out
     assert code == 1
     assert "graphs, final loss of 5 figures do not hold here" in text
-    assert "times and memory are compared on a GPU of the same model alone" in text
+    assert re.search(r"ms a step .* not compared", text), "on another GPU"
 
 
 def test_an_arm_that_fails_here_has_not_been_verified(
