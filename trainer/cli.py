@@ -91,18 +91,14 @@ def main() -> None:
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     exit_codes: list[int] = []
 
-    def job(cfg: DictConfig) -> float | None:
-        """Train once; the final loss is what a user's own sweeper minimises."""
+    def job(cfg: DictConfig) -> None:
         try:
-            exit_code, final_loss = train(cfg)
+            exit_codes.append(train(cfg))
         except ValueError as error:
             if wants_traceback:
                 raise
             errors.report(error)
-            exit_code, final_loss = REFUSED, None
-        # Returned, not raised: SystemExit inside a job would end Hydra's own sweeps with exit code 0.
-        exit_codes.append(exit_code)
-        return final_loss
+            exit_codes.append(REFUSED)
 
     # Hydra would print its own report of any exception and exit with 1; errors.explain is shorter.
     hydra._internal.utils.run_and_report = lambda func: func()
@@ -221,8 +217,8 @@ def _columns(name: str, width: int, meaning: str) -> str:
     return "\n".join([first, *(f"{'':{width}}{line}" for line in lines)])
 
 
-def train(cfg: DictConfig) -> tuple[int, float | None]:
-    """Train what ``cfg`` describes; returns exit code and final loss. Raises ValueError for a bad configuration."""
+def train(cfg: DictConfig) -> int:
+    """Train what ``cfg`` describes; returns the exit code. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
     from trainer.process import importing, started_early
     from trainer.sweep.environment import current, launched, require_sweep
@@ -247,5 +243,4 @@ def train(cfg: DictConfig) -> tuple[int, float | None]:
         with importing():  # only now: torch takes seconds to import, and reads where its caches are
             from trainer.run import run
 
-        record = run(config, run_dir=run_dir, command=command)
-    return record.exit_code, record.final_loss
+        return run(config, run_dir=run_dir, command=command).exit_code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -259,7 +258,6 @@ def measured_lengths(loader: DataLoader[Any], ragged: Sequence[Ragged]) -> NDArr
         f"compile: measuring the lengths of {total:,} examples once; an attribute `lengths` of {type(dataset).__name__}"
         " (positions of each example) would spare this"
     )
-    began = time.perf_counter()
     with isolate_rng():  # reading an example may draw random numbers, which the training must not miss
         batches = DataLoader(
             dataset,
@@ -270,7 +268,6 @@ def measured_lengths(loader: DataLoader[Any], ragged: Sequence[Ragged]) -> NDArr
             collate_fn=partial(_lengths_of, collate=loader.collate_fn, ragged=ragged),
         )
         lengths = [length for measured in batches for length in measured]
-    rank_zero_info(f"compile: {total:,} examples measured in {time.perf_counter() - began:.1f} s")
     return np.array(lengths, dtype=np.int64)
 
 

@@ -158,7 +158,7 @@ def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path, capsys: pytest.
     with torch.compiler.set_stance("force_eager"):
         record = run(compose(peer("loop_compile", "run.backend=eager")), run_dir=tmp_path, command=[])
     assert record.status == "failed"
-    assert record.reason == "NotCompiled: peer loop_compile compiled no graph"
+    assert record.reason == "RuntimeError: peer loop_compile compiled no graph"
     assert RunRecord.load(tmp_path).reason == record.reason
     assert f" · peer loop_compile · {record.device} · 32-true · " in capsys.readouterr().out
 

@@ -47,10 +47,6 @@ LIBRARIES = ("lightning", "accelerate", "transformers")
 """Packages that peers are named after, torch itself for the others; records hold their versions."""
 
 
-class NotCompiled(RuntimeError):
-    """A peer that compiles has compiled nothing."""
-
-
 class Peering(Job):
     """The parts of one peer's training: the counterpart of ``trainer.run.Training``."""
 
@@ -63,7 +59,7 @@ class Peering(Job):
     def go(self, stop: StopRequest) -> None:
         """Seed and build in the order of our own runs, so that weights and batches are theirs; train.
 
-        Raises NotCompiled, and ValueError before any work.
+        Raises ValueError before any work, RuntimeError where a peer that compiles has compiled nothing.
         """
         config, record, mode = self._config, self._record, self._config.run
         assert isinstance(mode, Peer)
@@ -151,12 +147,12 @@ def note_network(record: RunRecord, model: nn.Module, own: int) -> None:
 
 
 def _note_compiler(record: RunRecord, compiler: CompilerMonitor) -> None:
-    """Write what was compiled. Raises NotCompiled when that is nothing."""
+    """Write what was compiled. Raises RuntimeError when that is nothing."""
     record.take(compiler.figures())
     record.events = list(compiler.events)
     if not record.graphs:
         reason = "".join(f": {event.reason}" for event in compiler.events[:1])
-        raise NotCompiled(f"{record.label} compiled no graph{reason}")
+        raise RuntimeError(f"{record.label} compiled no graph{reason}")
 
 
 def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured: bool = False) -> Loop:

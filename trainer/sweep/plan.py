@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import shlex
-import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -83,19 +82,6 @@ class PlannedCell:
     @property
     def title(self) -> str:
         return " ".join(self.chosen) or "one cell"
-
-    @property
-    def outcome(self) -> str:
-        """How it ended: the record's status, or what the exit code means."""
-        if self.exit_code is None:
-            return "did not run"
-        if self.exit_code < 0:
-            return f"killed ({signal.Signals(-self.exit_code).name})"
-        if self.exit_code == REFUSED:
-            return "refused"
-        if self.record.status != "running":
-            return self.record.status
-        return "finished" if self.exit_code == 0 else f"crashed (exit code {self.exit_code})"
 
     @property
     def shared(self) -> tuple[str, ...]:

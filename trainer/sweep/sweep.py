@@ -63,7 +63,7 @@ class Sweep:
             return True
         record, cell.exit_code = cell.record, 1
         record.status, record.command = "failed", list(cell.entry.overrides)
-        record.reason = f"not run: its cold cell {cold.outcome}"
+        record.reason = f"not run: its cold cell {cold.record.status}"
         record.save(cell.directory)
         self._end(cell, 0.0)
         return False
@@ -71,7 +71,7 @@ class Sweep:
     def _end(self, cell: PlannedCell, seconds: float) -> None:
         """Print how a cell ended, and remove caches that nobody needs any more."""
         record = cell.record
-        parts = [cell.outcome]
+        parts = [record.status]
         if record.steady_steps_per_second:
             parts.append(f"{record.steady_steps_per_second:.2f} steps/s")
         parts.append(str(timedelta(seconds=round(seconds))))
