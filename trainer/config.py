@@ -214,14 +214,9 @@ def register_strategy(strategy: type[Strategy]) -> None:
 
     Raises ValueError when it is no keyword-only, slotted dataclass with a name of its own and a stage.
     """
-    _require_kind("register_strategy", strategy, Strategy)
-    name = getattr(strategy, "name", None)
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"{strategy.__name__}.name={name!r} must be a ClassVar[str] holding an identifier")
+    name = _checked_name(strategy, Strategy, {*STRATEGIES, "eager"})
     if not isinstance(getattr(strategy, "stage", None), Stage):
         raise ValueError(f"{strategy.__name__}.stage must be a ClassVar[Stage]")
-    if name in STRATEGIES or name == "eager":
-        raise ValueError(f"{strategy.__name__}.name={name!r} is the name of a strategy that ships; choose another")
     # The class alone is an option already; a YAML of the same name only changes its values.
     register_schema(f"compile/{name}", strategy, package=f"compile.{name}")
 
@@ -232,14 +227,10 @@ def register_task(task: type[Task], *, schemas: Mapping[str, type] | None = None
     ``schemas`` holds further dataclasses by the path that their YAML names (``task/data/mine`` for
     ``/schema/task/data/mine``). Raises ValueError for a class that is no keyword-only, slotted dataclass.
     """
-    _require_kind("register_task", task, Task)
-    name = task.name
-    if not name.isidentifier() or name == Task.name:
-        raise ValueError(f"{task.__name__}.name={name!r} must be a ClassVar[str] holding a name of its own")
-    if name in TASKS:
-        raise ValueError(f"{task.__name__}.name={name!r} is the name of a task that ships; choose another")
+    name = _checked_name(task, Task, {*TASKS, Task.name})
     for path, schema in (schemas or {}).items():
-        _require_dataclass(f"register_task: schemas[{path!r}]", schema)
+        if not is_configuration(schema):
+            raise ValueError(f"register_task: schemas[{path!r}]: {DECORATED}")
         register_schema(path, schema)
     register_schema(f"task/{name}", task, package="task")
 
@@ -271,16 +262,22 @@ def config_dir(arguments: Sequence[str]) -> str | None:
     return get_args_parser().parse_known_args(list(arguments))[0].config_dir
 
 
-def _require_kind(function: str, kind: type, base: type) -> None:
+DECORATED = "must be decorated with @dataclass(kw_only=True, slots=True)"
+
+
+def _checked_name(kind: type, base: type, taken: set[str]) -> str:
+    """The name of a plug-in's class. Raises ValueError for a class that cannot be one."""
+    function = f"register_{base.__name__.lower()}"
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise ValueError(f"{function}: {kind!r} is not a subclass of {base.__module__}.{base.__name__}")
-    _require_dataclass(function, kind)
-
-
-def _require_dataclass(where: str, kind: type) -> None:
     if not is_configuration(kind):
-        name = getattr(kind, "__name__", repr(kind))
-        raise ValueError(f"{where}: {name} must be decorated with @dataclass(kw_only=True, slots=True)")
+        raise ValueError(f"{function}: {kind.__name__} {DECORATED}")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{kind.__name__}.name={name!r} must be a ClassVar[str] holding an identifier")
+    if name in taken:
+        raise ValueError(f"{kind.__name__}.name={name!r} is the name of one that ships; choose another")
+    return name
 
 
 def is_configuration(kind: type) -> bool:
