@@ -117,7 +117,7 @@ def order_of(arm: str, task: str = "captioning") -> str:
     return reordering[0] if reordering else "eager"
 
 
-def overrides(strategy: str = "eager", *, task: str = "captioning", backend: str = "aot_eager") -> list[str]:
+def overrides(strategy: str = "eager", *, task: str = "captioning", backend: str = "eager") -> list[str]:
     """A few exactly repeatable steps, each one logged, no validation; the strategy, or ``[first,second]``, with a fast
     backend."""
     given = [f"task={task}", "trainer=debug", *SMALLEST.get(task, ()), f"compile={strategy}"]

@@ -13,7 +13,7 @@ from trainer.telemetry.record import RunRecord
 
 def trained(folder: Path, strategy: str) -> RunRecord:
     changes = ("task.model=timm/test_resnet", "task.image_size=32", "task.data.batch_size=4")
-    return train(folder / strategy, *changes, task="image_classification", strategy=strategy)
+    return train(folder / strategy, *changes, task="image_classification", strategy=strategy, backend="aot_eager")
 
 
 def test_preflight_and_comparison_leave_running_statistics_as_eagers(tmp_path: Path, subtests: pytest.Subtests) -> None:

@@ -162,8 +162,8 @@ def test_a_combination_is_one_whatever_the_order_of_its_names(strategy: str) -> 
     names = strategy.strip("[]").split(",")
     # Each name comes first, last and in between once.
     for order in (names[::-1], *(names[start:] + names[:start] for start in range(len(names)))):
-        compiled = compose(overrides(f"[{','.join(order)}]")).compile
-        assert label(compiled.values()) == COMBINATIONS[strategy]
+        assert label([STRATEGIES[name]() for name in order]) == COMBINATIONS[strategy]
+    assert label(compose(overrides(f"[{','.join(names[::-1])}]")).compile.values()) == COMBINATIONS[strategy]
 
 
 @every_pair(refused=True)

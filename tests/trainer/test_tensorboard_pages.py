@@ -110,7 +110,7 @@ def test_a_finished_run_has_a_whole_row_in_the_hparams_table(finished: tuple[Run
     assert hyperparameters["compile"].string_value.split()[0] == record.label
     if record.label != "eager":
         path = "modular.parts.encoder" if record.label == "modular" else record.label
-        assert f"{path}.backend=aot_eager" in hyperparameters["compile"].string_value
+        assert f"{path}.backend=eager" in hyperparameters["compile"].string_value
     assert end is not None
 
 
