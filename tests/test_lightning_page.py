@@ -61,7 +61,7 @@ for bar in (RichProgressBar(refresh_rate=1), TQDMProgressBar(refresh_rate=1), No
     print("BAR", type(bar).__name__)
     trainer = L.Trainer(
         accelerator="cpu", max_steps=6, logger=False, enable_checkpointing=False, enable_model_summary=False,
-        callbacks=[Compile([Regional(backend="aot_eager")]), *([bar] if bar else [])], enable_progress_bar=bool(bar),
+        callbacks=[Compile([Regional(backend="eager")]), *([bar] if bar else [])], enable_progress_bar=bool(bar),
     )
     trainer.fit(Blocks(), torch.utils.data.DataLoader(data, batch_size=4))
 """
@@ -70,7 +70,7 @@ for bar in (RichProgressBar(refresh_rate=1), TQDMProgressBar(refresh_rate=1), No
 @pytest.mark.slow
 def test_the_script_trains_outside_our_command_line_and_lightnings_bars_reach_their_end(tmp_path: Path) -> None:
     # As it stands on the page, but for the backend: Inductor takes a minute for this model on two cores.
-    script, replaced = re.subn(r"Regional\(", 'Regional(backend="aot_eager", ', BLOCKS["fit.py"])
+    script, replaced = re.subn(r"Regional\(", 'Regional(backend="eager", ', BLOCKS["fit.py"])
     assert replaced == 1
     (tmp_path / "fit.py").write_text(script)
     (tmp_path / "bars.py").write_text(BARS)

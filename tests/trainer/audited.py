@@ -104,5 +104,5 @@ def audited(module: L.LightningModule, folder: Path, strategies: list[Any], *cal
     return losses, compile_.record, error
 
 
-def regional(name: str = "aot_eager") -> list[Any]:
+def regional(name: str = "eager") -> list[Any]:
     return [Regional(backend=name)]

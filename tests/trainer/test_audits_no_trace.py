@@ -66,7 +66,7 @@ def test_a_training_with_audits_and_timed_pairs_is_to_the_last_bit_the_one_witho
     ends = []
     for parity in ("off", "on"):
         module, logger = Odd(), CSVLogger(tmp_path, name=parity)
-        strategies = [*regional(), Optimizer(backend="aot_eager")]
+        strategies = [*regional(), Optimizer(backend="eager")]
         losses, record, _ = audited(module, tmp_path, strategies, parity=parity, logger=logger, **options)
         logged = [
             line for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines() if "seconds" not in line
@@ -161,7 +161,7 @@ def test_a_loss_scaler_that_leaves_steps_out_raises_no_alarm(tmp_path: Path) -> 
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    _, record, error = audited(Blocks(), tmp_path, [Optimizer(backend="aot_eager")], plugins=[plugin])
+    _, record, error = audited(Blocks(), tmp_path, [Optimizer(backend="eager")], plugins=[plugin])
     assert error is None
     assert record.audits.verdict == "clean"
     assert scaler.get_scale() < 2.0**120, "steps were left out"

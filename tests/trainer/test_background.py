@@ -265,7 +265,7 @@ def test_the_optimizers_step_takes_over_after_the_regions(tmp_path: Path, helper
     helper(OPTIMIZER)
     _, eager = train(tmp_path)
     callback, losses = train(
-        tmp_path, regional(), Optimizer(backend="aot_eager"), Background(force=True, at_step=3), parity="strict"
+        tmp_path, regional(), Optimizer(backend="eager"), Background(force=True, at_step=3), parity="strict"
     )
     assert callback.record.report["optimizer"]["form"] == "functional"
     assert callback.record.eager_parts == {}
@@ -293,7 +293,7 @@ def test_an_optimizer_without_a_formula_stays_eager(tmp_path: Path, helper: Any)
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.RMSprop(self.parameters())
 
-    strategies = [regional(), Optimizer(backend="aot_eager"), Background(force=True, at_step=3)]
+    strategies = [regional(), Optimizer(backend="eager"), Background(force=True, at_step=3)]
     callback = Compile(strategies, verbose=False, save=False)
     fit(Other(), tmp_path, [callback], max_steps=12, max_epochs=-1)
     assert "RMSprop: only what is computed by formulas" in callback.record.eager_parts["optimizer"]
@@ -326,7 +326,7 @@ def test_what_an_earlier_run_compiled_needs_no_helper(tmp_path: Path, helper: An
 
     helper("raise SystemExit('started')")
     _, eager = train(tmp_path)
-    callback, losses = train(tmp_path, Warm(), regional(), Optimizer(backend="aot_eager"), Background(force=True))
+    callback, losses = train(tmp_path, Warm(), regional(), Optimizer(backend="eager"), Background(force=True))
     assert facts(callback)["helper_failed"] is None
     assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
     assert callback.record.eager_parts == {}

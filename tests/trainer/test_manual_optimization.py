@@ -67,8 +67,8 @@ def test_two_networks_against_each_other_train_to_the_last_bit_as_without_prefli
     runs = []
     for parity in ("off", "strict"):
         torch._dynamo.reset()
-        strategies: list[Any] = [Regional(backend="aot_eager")]
-        strategies += [Optimizer(backend="aot_eager")] if compiled == "optimizers too" else []
+        strategies: list[Any] = [Regional(backend="eager")]
+        strategies += [Optimizer(backend="eager")] if compiled == "optimizers too" else []
         compile_ = Compile(strategies, parity=parity, on_compile_error="fail" if parity == "off" else "eager")
         module, logger, profiler = Adversaries(), CSVLogger(tmp_path / parity), SimpleProfiler()
         end = trained(module, tmp_path, compile_, logger=logger, profiler=profiler)
@@ -97,7 +97,7 @@ def test_accumulation_with_a_schedule_trains_to_the_last_bit_as_without_prefligh
     for parity in ("off", "on"):
         torch._dynamo.reset()
         plugins = [Mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))]
-        compile_ = Compile([Regional(backend="aot_eager")], parity=parity)
+        compile_ = Compile([Regional(backend="eager")], parity=parity)
         module = Accumulates()
         end = trained(module, tmp_path, compile_, plugins=plugins if precision == "16-mixed" else None)
         runs.append((module, end, compile_.record, plugins[0].scaler))
@@ -224,7 +224,7 @@ def test_every_shape_is_warmed_and_nothing_is_compiled_later(tmp_path: Path) -> 
     for warm in (False, True):
         torch._dynamo.reset()
         buckets = Buckets(count=2, warm=warm, on_recompile="fail")
-        compile_ = Compile([buckets, Regional(backend="aot_eager")], ragged=ragged_modules.RAGGED, parity="off")
+        compile_ = Compile([buckets, Regional(backend="eager")], ragged=ragged_modules.RAGGED, parity="off")
         torch.manual_seed(0)
         module = ragged_modules.fit(ragged_modules.TextData(), [compile_], module=TextByHand())
         runs.append((module.trained, compile_.record))

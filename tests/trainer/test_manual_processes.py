@@ -38,7 +38,7 @@ for name, kind, modes in (
         L.seed_everything(0, verbose=False)
         module = kind()
         data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
-        backend = second.get(mode, "aot_eager") if rank else "aot_eager"
+        backend = second.get(mode, "eager") if rank else "eager"
         options = {"parity": "off"} if mode == "off" else {"on_compile_error": "eager"}
         compile_ = Compile([Regional(backend=backend)], **options)
         trainer = L.Trainer(

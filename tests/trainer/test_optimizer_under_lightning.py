@@ -26,7 +26,7 @@ class Scheduled(Blocks):
 
 def compiled(*others: Any, parity: str = "off", **options: Any) -> Compile:
     # No preflight: its steps of eager would clip as eager does.
-    return Compile([Optimizer(backend="aot_eager", **options), *others], parity=parity)
+    return Compile([Optimizer(backend="eager", **options), *others], parity=parity)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_losses_are_eagers_without_a_recompile(options: dict[str, Any], tmp_path
 
 def test_it_goes_with_compiled_blocks_and_the_preflight_leaves_no_trace(tmp_path: Path) -> None:
     eager = fit(Scheduled(), tmp_path, [])
-    compile_ = compiled(Regional(backend="aot_eager"), parity="strict")
+    compile_ = compiled(Regional(backend="eager"), parity="strict")
     assert fit(Scheduled(), tmp_path, [compile_]) == pytest.approx(eager, rel=1e-5)
     assert compile_.record.label == "regional+optimizer"
     assert compile_.record.report["optimizer"]["form"] == "functional"

@@ -68,7 +68,7 @@ def test_a_fused_optimizer_is_clipped_as_lightning_clips_one_that_is_not(tmp_pat
     torch.testing.assert_close(weights_of(Fused(fused=False), ours(), tmp_path), expected)
 
 
-@pytest.mark.parametrize("strategies", [(), (Optimizer(backend="aot_eager"),)], ids=["eager", "optimizer"])
+@pytest.mark.parametrize("strategies", [(), (Optimizer(backend="eager"),)], ids=["eager", "optimizer"])
 def test_a_step_whose_gradients_overflow_is_skipped_and_the_scale_halved(
     strategies: tuple[Strategy, ...], tmp_path: Path
 ) -> None:

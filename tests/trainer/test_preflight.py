@@ -45,7 +45,7 @@ def test_a_training_with_preflight_is_to_the_last_bit_the_one_without(options: d
 def test_a_compiled_optimizer_begins_where_it_would_have_without_preflight(resumed: bool, tmp_path: Path) -> None:
     def run(name: str, parity: str) -> tuple[list[float], dict[str, Tensor], Compile]:
         torch._dynamo.reset()
-        strategies = [*([Regional(backend="aot_eager")] if resumed else []), Optimizer(backend="aot_eager")]
+        strategies = [*([Regional(backend="eager")] if resumed else []), Optimizer(backend="eager")]
         compile_ = Compile(strategies, parity=parity, on_compile_error="eager" if parity != "off" else "fail")
         module = Traceable()
         if resumed:

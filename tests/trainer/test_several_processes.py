@@ -55,7 +55,7 @@ class Warm(Strategy):
         figures = CompilerMonitor.figures
         CompilerMonitor.figures = lambda watch: dataclasses.replace(figures(watch), cache="warm")
 
-chooser.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="aot_eager")}
+chooser.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="eager")}
 chooser.SETTLE_STEPS, chooser.TIMED_STEPS, chooser.MAX_TIMED_STEPS = 1, 1, 1
 # Each process has a clock of its own, and the first one decides.
 chooser.Chooser._measured = lambda self, arm, *_: (1.0 if (arm.module == "eager") == (rank == 0) else 0.5, {})
@@ -73,10 +73,10 @@ for mode in ("eager", "right", "warm", "optimizer", "auto", "rollback", "wrong",
         module.layers = torch.nn.ModuleList(Numbered(each * number, counts) for number in range(3))
         for layer, weights in zip(module.layers, kept):
             layer.load_state_dict(weights)
-    backend = second.get(mode, "aot_eager") if rank else "aot_eager"
+    backend = second.get(mode, "eager") if rank else "eager"
     strategies = [] if mode == "eager" else [Regional(backend=backend)]
     if mode == "optimizer":
-        strategies.append(Optimizer(backend=backends.BROKEN_FORWARD if rank else "aot_eager"))
+        strategies.append(Optimizer(backend=backends.BROKEN_FORWARD if rank else "eager"))
     if mode == "auto":
         strategies = [Auto(candidates=["regional"], planned_steps=10**9, remember=False)]
     if mode == "warm" and rank:

@@ -156,7 +156,7 @@ def test_a_slow_loader_does_not_pass_for_a_slow_compile(tmp_path: Path) -> None:
 
     module = Slow()
     module.layers = torch.nn.ModuleList(SlowEager() for _ in range(3))
-    compile_ = Compile([Regional(backend="aot_eager")], warmup_steps=1)
+    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
     fit(module, tmp_path, [Waits(), compile_], max_steps=STEPS)
     facts = compile_.record.report["slowdown"]
     assert facts["on_later_batches"]
