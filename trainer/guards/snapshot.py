@@ -105,8 +105,8 @@ class Snapshot:
         for owner, name, value in itertools.chain.from_iterable(map(_outside_of, classes)):
             if isinstance(value, int | float | str):
                 self._put_back.append(partial(_bind, owner, name, value))
-            elif isinstance(value, (*_RANDOM, dict, list, set, deque)):
-                self._keep(value, name)
+            elif isinstance(owner, dict) and isinstance(value, (*_RANDOM, dict, list, set, deque)):
+                self._keep(value, name)  # a global
         self._put_back += [partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients]
         self._put_back += [partial(_bind, one, "requires_grad", one.requires_grad) for one in parameters]
         held = [(one, one.data) for one in parameters if one.layout is torch.strided and not is_lazy(one)]
@@ -235,7 +235,7 @@ def _items(items: Mapping[Any, Any], name: str) -> list[Held]:
 
 
 def _outside_of(cls: type) -> Iterator[tuple[Any, str, Any]]:
-    """What methods of a user's class may bind anew or change outside of a module: ``(owner, name, value)``.
+    """What methods of a user's class may bind anew outside of a module, or change: ``(owner, name, value)``.
 
     Owners are the dictionaries of globals that they name, the classes themselves, and the cells of closures.
     """
