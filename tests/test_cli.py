@@ -86,6 +86,7 @@ def test_the_records_exit_code_is_the_processs(
         ),
         (["trainer.max_steps"], ["error: trainer.max_steps is not NAME=VALUE"]),
         (["task=captionin"], ["error: task=captionin is not an option; near: captioning"]),
+        (["hydra.launcher.parallel=2"], ["error: hydra.launcher.parallel is not an option; there are "]),
         (["run=other"], ["error: run=other is not an option; there are peer, train"]),
         (["compile=[eager,regonal]"], ["error: compile=regonal is not an option; near: regional"]),
         (["hydra/launcher=isolatd"], ["error: hydra/launcher=isolatd is not an option; near: isolated"]),

@@ -100,7 +100,7 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
     for name in (key, given[1].rpartition(".")[2] if given else key):
         if matches := difflib.get_close_matches(name, last):
             return f"{where}{path} is not an option; near: {', '.join(last[match] for match in matches)}"
-    if kind in (None, dict):
+    if kind in (None, dict) and not place.startswith("hydra."):  # a mapping of the user's
         return None
     there = [option.removeprefix(place) for option in known if "." not in option.removeprefix(place)]
     return f"{where}{path} is not an option; there are {', '.join(there)}"
