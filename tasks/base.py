@@ -11,8 +11,8 @@ import difflib
 import hashlib
 import math
 import os
+import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -342,16 +342,13 @@ def cache_folder() -> Path:
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write beside ``path`` and rename, so that processes that start together never read half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             write(file)
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads.
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_or_make(

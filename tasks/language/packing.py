@@ -158,17 +158,15 @@ class PackedDataModule(MaskedDataModule):
         self.batch_size = 1  # a row
 
     def collation(self) -> Callable[[list[Any]], Any]:
-        """Fit the row: ``task.data.tokens_per_batch`` positions, or those of ``task.data.batch_size`` mean documents;
-        and at most twice as many documents as it holds of mean length. Raises ValueError where ranks get no row."""
+        """Fit the row: positions of ``task.data.batch_size`` documents of mean length, and at most twice as many
+        documents. Raises ValueError where ranks get no row."""
         data, lengths, longest = self._task.data, self.train_set.lengths, self.train_set.positions
-        positions = data.tokens_per_batch
-        if positions is None:
-            positions = -(-max(int(lengths.mean() * data.batch_size), longest) // MULTIPLE) * MULTIPLE
+        positions = -(-max(int(lengths.mean() * data.batch_size), longest) // MULTIPLE) * MULTIPLE
         replicas, total = self._replicas()[0], int(lengths.sum())
         if total < positions * replicas:
             raise ValueError(
                 f"task.data.packing=packed_documents: a row of {positions} positions on each of {replicas} devices is "
-                f"more than the {total:,} training tokens (task.data.tokens_per_batch, task.data.batch_size)"
+                f"more than the {total:,} training tokens (task.data.batch_size)"
             )
         most = 2 * -(-positions // int(lengths.mean()))
         self._row = {"positions": positions, "most": most}

@@ -34,14 +34,12 @@ class TextData(Loading):
     packing: str = "packed"
     """``packed``: documents one after the other, cut into rows of ``max_tokens`` positions, all of them useful;
     ``documents``: one document a row, ragged, what is beyond ``max_tokens`` positions cut off and counted; or
-    ``packed_documents``: such documents one after the other in one row a batch, each for itself."""
+    ``packed_documents``: such documents one after the other in one row a batch, each for itself. The row has the
+    positions of ``batch_size`` documents of mean length, as a multiple of 128."""
     max_tokens: int | None = None
     """Positions of a packed row, most positions of a document; null = as many as the network takes."""
     pad_to: int | None = None
     """Positions of every batch of ``documents``, at most ``max_tokens``; null = as many as its longest one needs."""
-    tokens_per_batch: int | None = None
-    """Positions of every batch of ``packed_documents``; null = those of ``batch_size`` documents of mean length, as a
-    multiple of 128."""
     max_documents: int | None = None
     """Most documents to read, both splits together; null = all. A fixed choice, the same in every run."""
     val_share: float = 0.02
@@ -51,12 +49,10 @@ class TextData(Loading):
     def __post_init__(self) -> None:
         Loading.__post_init__(self)
         require_choice("task.data.packing", self.packing, PACKINGS)
-        require_fields("task.data", self, max_tokens=2, pad_to=2, tokens_per_batch=2, max_documents=2)
+        require_fields("task.data", self, max_tokens=2, pad_to=2, max_documents=2)
         require_share("task.data.val_share", self.val_share, below_one=True)
-        for name, packing in (("pad_to", "documents"), ("tokens_per_batch", "packed_documents")):
-            value = getattr(self, name)
-            if value is not None and self.packing != packing:
-                raise ValueError(f"task.data.{name}={value} needs task.data.packing={packing}, not {self.packing}")
+        if self.pad_to is not None and self.packing != "documents":
+            raise ValueError(f"task.data.pad_to={self.pad_to} needs task.data.packing=documents, not {self.packing}")
 
     def read(self) -> tuple[Named, Named | None]:
         """Training documents, and validation documents where the user names some; None: a share is held out.

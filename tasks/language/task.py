@@ -254,12 +254,6 @@ class MaskedLM(TextTask):
                 f"task.network.attention_dropout={self.network.dropped_attention} must be 0 with task.data.packing="
                 "packed_documents: torch's variable-length attention drops no weights"
             )
-        least = self.data.tokens_per_batch
-        if least is not None and least < self.longest():
-            raise ValueError(
-                f"task.data.tokens_per_batch={least} must be at least the {self.longest()} positions that a document "
-                "may have (task.data.max_tokens)"
-            )
 
     @property
     def is_packed(self) -> bool:

@@ -20,7 +20,8 @@ from trainer.callback import Compile
 PACKED = (
     "task.data.packing=packed_documents",
     "task.data.pad_to=null",
-    "task.data.tokens_per_batch=200",
+    "task.data.max_tokens=60",
+    "task.data.batch_size=4",
     "trainer.val_every_n_steps=3",
 )
 
