@@ -47,8 +47,8 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Candidates compile for ``aot_eager``, and their steps take the seconds that are given for them."""
-    compile_with(monkeypatch, "aot_eager")
+    """Candidates compile for ``eager``, and their steps take the seconds that are given for them."""
+    compile_with(monkeypatch, "eager")
     for name, steps in {"SETTLE_STEPS": 1, "TIMED_STEPS": 2, "MAX_TIMED_STEPS": 2, "MAX_STEPS": 8}.items():
         monkeypatch.setattr(chooser, name, steps)
 
@@ -81,7 +81,7 @@ class Switching(L.Callback):
         program = Program(module=pl_module, strategies=())
         for name, (first, end) in self.spans.items():
             if trainer.global_step == first:
-                STRATEGIES[name](backend="aot_eager").apply(program)  # type: ignore[call-arg]
+                STRATEGIES[name](backend="eager").apply(program)  # type: ignore[call-arg]
             elif trainer.global_step == end:
                 for module in pl_module.modules():
                     module._compiled_call_impl = None
@@ -116,7 +116,7 @@ def test_the_faster_candidate_takes_over_and_what_loses_steps_back(tmp_path: Pat
     assert any(note.startswith("auto tried ") and "stays" in note for note in record.notes)
     assert record.steady_steps == 24 - 13 - 5, "of what was chosen alone, after a warm-up of its own"
     fixed = []
-    for strategy in (Regional(backend="aot_eager"), Whole(backend="aot_eager")):
+    for strategy in (Regional(backend="eager"), Whole(backend="eager")):
         torch._dynamo.reset()
         fit(Blocks(), tmp_path, [one := Compile([strategy])])
         fixed.append(one.record.graphs or 0)
@@ -591,7 +591,7 @@ def test_what_no_helper_can_be_told_of_compiles_in_the_foreground(tmp_path: Path
 def on_a_rank(folder: Path, scripts: list[str]) -> tuple[list[str], Any, float]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         put_helper(monkeypatch, scripts[int(os.environ["RANK"])])
-        compile_with(monkeypatch, "aot_eager")
+        compile_with(monkeypatch, "eager")
         compile_ = beside(candidates=["regional"])
         decided = StopsWhen(lambda: bool(compile_._chooser and compile_._chooser.decided))
         options = {"devices": 2, "strategy": "ddp", "max_steps": 20_000, "max_epochs": -1}
