@@ -87,7 +87,7 @@ def test_a_dropout_that_is_taken_apart_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_hardly_moves_may_be_rounded_twice() -> None:
-    unit = rounding_unit("bf16-true", torch.device("cpu"))
+    unit = rounding_unit("bf16-true", torch.device("cpu"), nn.Identity())
     for dtype, moved in ((torch.bfloat16, 0.02), (torch.float32, 0.02), (torch.bfloat16, 1.0)):
         start = torch.ones(8, dtype=dtype)
         before: Any = None

@@ -215,11 +215,17 @@ def test_a_perturbation_is_one_rounding_and_draws_none_of_the_runs_random_number
     assert float((half.weight != kept).float().mean()) > 0.9, "not rounded away"
 
 
-def test_the_unit_is_the_precisions() -> None:
-    host = torch.device("cpu")
-    assert rounding_unit("32-true", host) == 2.0**-24
-    assert rounding_unit("bf16-mixed", host) == 2.0**-9
-    assert rounding_unit("64-true", host) == 2.0**-53
+def test_the_unit_is_the_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, gpu = torch.device("cpu"), torch.device("cuda")
+    linear, convolution = nn.Linear(2, 2), nn.Sequential(nn.Conv2d(3, 4, 2))
+    assert rounding_unit("32-true", host, convolution) == 2.0**-24
+    assert rounding_unit("bf16-mixed", host, linear) == 2.0**-9
+    assert rounding_unit("64-true", gpu, convolution) == 2.0**-53
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert rounding_unit("32-true", gpu, linear) == 2.0**-24
+    assert rounding_unit("32-true", gpu, convolution) == 2.0**-11, "cuDNN may, whatever matrix products do"
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert rounding_unit("32-true", gpu, convolution) == 2.0**-24
 
 
 def test_kinds_are_compared_in_the_order_in_which_they_were_kept_because_processes_add_up_norms_of_each() -> None:

@@ -80,7 +80,7 @@ class Trial:
             self.region.module._compiled_call_impl = self.gate.compiled
 
     def _try(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        unit = rounding_unit(self.program.precision, next(module.parameters(), torch.empty(0)).device)
+        unit = rounding_unit(self.program.precision, next(module.parameters(), torch.empty(0)).device, module)
         switch_off(self.program, self.region)
         if self.parity == "off":
             self._switch_on()

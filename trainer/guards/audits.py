@@ -85,7 +85,7 @@ class Audits:
         self._loop, self._program, self._telemetry, self._pages = loop, program, telemetry, pages
         self._captured, self._unaudited, self._gradients, self._differs = captured, unaudited, gradients, differs
         self._mode, self._multiple = mode, MULTIPLES[mode]
-        self._unit = rounding_unit(program.precision, loop.device)
+        self._unit = rounding_unit(program.precision, loop.device, loop.module)
         self._noise: list[Distances] = []
         """How far eager was from itself, a rounding off, when that was last looked into."""
         self._undo = contextlib.ExitStack()

@@ -29,6 +29,7 @@ UNITS = {
 }
 """Rounding error of one operation, relative, by Lightning's name of the precision; otherwise ``SINGLE``."""
 SINGLE, TF32 = 2.0**-24, 2.0**-11
+BY_CUDNN = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)
 
 LOSS_FLOOR, TENSOR_FLOOR = 1e-5, 1e-4
 """Least tolerances in any precision: sums in another order."""
@@ -44,10 +45,16 @@ class ParityError(RuntimeError):
         self.facts = facts or {}
 
 
-def rounding_unit(precision: str, device: torch.device) -> float:
-    """Largest relative rounding error of one operation of a run in ``precision`` on ``device``."""
-    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return UNITS.get(precision, TF32 if tf32 else SINGLE)
+def rounding_unit(precision: str, device: torch.device, module: torch.nn.Module) -> float:
+    """Largest relative rounding error of one operation of ``module`` in a run in ``precision`` on ``device``.
+
+    Whatever matrix products do, cuDNN may round to TF32, and need not in another memory format, as compilers choose it:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+    """
+    tf32 = torch.get_float32_matmul_precision() != "highest" or (
+        torch.backends.cudnn.allow_tf32 and any(isinstance(one, BY_CUDNN) for one in module.modules())
+    )
+    return UNITS.get(precision, TF32 if tf32 and device.type == "cuda" else SINGLE)
 
 
 KINDS = {

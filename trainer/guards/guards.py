@@ -306,7 +306,7 @@ class ReplayParity:
 
     def __init__(self, mode: str, loop: Loop, program: Program) -> None:
         self._mode, self._loop, self._program = mode, loop, program
-        self._unit = rounding_unit(program.precision, loop.device)
+        self._unit = rounding_unit(program.precision, loop.device, loop.module)
         self.facts: dict[str, Any] = {"mode": mode, "verdict": "none compared", "compared": []}
         self._name = ""
         self._peak = 0

@@ -74,7 +74,7 @@ class ParityGate:
 
     def __init__(self, mode: str, loop: Loop, program: Program, snapshot: Snapshot) -> None:
         self._mode, self._loop, self._program, self._snapshot = mode, loop, program, snapshot
-        self._unit, self._multiple = rounding_unit(program.precision, loop.device), MULTIPLES[mode]
+        self._unit, self._multiple = rounding_unit(program.precision, loop.device, loop.module), MULTIPLES[mode]
         self._steps = [Comparison(self._multiple) for _ in range(STEPS)]
         """Loss and gradients of each step."""
         self._left = Comparison(self._multiple)
