@@ -131,7 +131,8 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
         return command(record, _compile(["cached", *chosen])), "the next start takes its graphs from a store"
     if "cuda_graph" not in names and _waits_for_host(record):
         return command(record, _compile([*chosen, "cuda_graph"])), "the GPU waits for the host: replays whole steps"
-    why = "rounds of whole runs may show one" if outcome == NOT_SHOWN else "repeats it with whole runs of each"
+    rounds = "rounds of whole runs" if record.script is None else "copies that take turns for minutes"
+    why = f"{rounds} may show one" if outcome == NOT_SHOWN else f"repeats it with {rounds}"
     return command(record, f"compile=eager,{same.removeprefix('compile=')}", "hydra.launcher.rounds=3", sweep=True), why
 
 
