@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -115,6 +116,7 @@ class ProgressView:
                     done = f"step {telemetry.steps_done}/{self._total}"
                     line = f"{activity(telemetry)}: {done} {figures_line(telemetry)}".rstrip()
                 self._print_line(line)
+                sys.stdout.flush()  # a progress bar's print leaves a log file without its lines until the end
 
 
 def activity(telemetry: Telemetry) -> str:
