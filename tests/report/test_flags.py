@@ -50,7 +50,7 @@ def test_a_sound_run_has_none() -> None:
             {"events": [Event(kind="graph_break", reason="print")] * 2},
             "2 graph breaks; crucible explain names the lines",
         ),
-        ({"events": [Event(kind="recompile", reason="size")]}, "1 recompile; the report's page has the reasons"),
+        ({"events": [Event(kind="recompile", reason="size")]}, "1 recompile; crucible report lists the reasons"),
         ({"start": None, "cache": None}, "cache state unknown: its warm-up is counted as a cold start's"),
         ({"setup_seconds": 9.2}, "setup took 9.2 s, the baseline's 3.2 s; total times take the same for all arms"),
         ({"status": "running"}, "still running, or killed while it was (1)"),

@@ -121,7 +121,7 @@ def _compiled(cell: Cell) -> Iterator[str]:
     """What was compiled in pieces, or again while it trained; validation has graphs of its own."""
     for kind, hint in (
         ("graph_break", "crucible explain names the lines"),
-        ("recompile", "the report's page has the reasons"),
+        ("recompile", "crucible report lists the reasons"),
     ):
         counts = [sum(one.kind == kind and one.phase != "validating" for one in run.record.events) for run in cell.runs]
         if most := max(counts, default=0):

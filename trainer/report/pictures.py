@@ -174,7 +174,8 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
 
         figure = Figure(figsize=(WIDTH_INCHES, 0.6 + 2 * LINE_INCHES * len(rates)), layout="constrained")
         axes = figure.add_subplot()
-        _title(axes, f"{unit} a second, times {cut(comparison.baseline, 24)} (95% interval)")
+        ratios = "" if comparison.baseline_row is None else f", times {cut(comparison.baseline, 24)} (95% interval)"
+        _title(axes, f"{unit} a second{ratios}")
         longest = max(rate.high or rate.median for _, rate in rates.values())
         for place, (arm, (row, rate)) in enumerate(rates.items()):
             ratio = "" if row.ratio is None else f" · {marked(row.ratio)}"
