@@ -25,6 +25,12 @@ def holds(outer: str, path: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
 
+def has_another_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` itself was given another ``step`` than its class's; a schedule of torch's wraps it."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
 class CannotCapture(RuntimeError):
     """A step that no CUDA graph can stand for; the message says why."""
 

@@ -18,7 +18,7 @@ SPEEDS = {"eager": 1.0, "regional": 2.0, "cached": 2.0, "whole": 4.0}
 
 
 class InstantCells:
-    """Stands in for ``run_cell``; lists what ran and can be told what fails."""
+    """Stands in for ``run_cell``; lists what ran and can be given what fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[PlannedCell] = []

@@ -297,9 +297,8 @@ class Resuming(L.Callback):
                 raise ValueError(f"resume: the checkpoint is of {what}")
         self._plan = plan_of(trainer)
         if self._saved is not None:
-            before = (
-                self._saved.get("callbacks", {}).get(self.state_key, {}).get("order", {})
-            )  # none in earlier versions
+            # Earlier versions wrote none.
+            before = self._saved.get("callbacks", {}).get(self.state_key, {}).get("order", {})
             for line in changes(before, self._plan, schedules=bool(trainer.lr_scheduler_configs)):
                 self._notes.append(f"resume: {line}")
                 rank_zero_warn(f"resume: {line}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
-from strategies.base import CannotCapture
+from strategies.base import CannotCapture, has_another_step
 
 ATTRIBUTE = "_compiled_update"
 """Attribute of the optimizer that holds the update."""
@@ -134,8 +134,7 @@ def installed(optimizer: torch.optim.Optimizer) -> Update | None:
 
 def not_torchs_own(optimizer: torch.optim.Optimizer) -> str | None:
     """Why it is not known what a step of ``optimizer`` does on the host; None for a step of ``torch.optim``."""
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+    if has_another_step(optimizer):
         return "its step has been replaced already"
     if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
         return "its step is not torch's own, and what it does on the host is not known"

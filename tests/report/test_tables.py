@@ -110,9 +110,9 @@ def test_json_is_strict_and_says_never_for_what_never_pays_back() -> None:
     def refuse(constant: str) -> Any:
         raise AssertionError(constant)
 
-    (told,) = json.loads(tables.as_json([found]), parse_constant=refuse)
-    assert told["rows"][1]["break_even_steps"] == "never"
-    assert told["rows"][0]["break_even_steps"] is None
-    assert told["rows"][1]["runs"] == ["2", "3"]
-    assert told["verdict"] == found.verdict
+    (written,) = json.loads(tables.as_json([found]), parse_constant=refuse)
+    assert written["rows"][1]["break_even_steps"] == "never"
+    assert written["rows"][0]["break_even_steps"] is None
+    assert written["rows"][1]["runs"] == ["2", "3"]
+    assert written["verdict"] == found.verdict
     assert decision(found)["pays back after steps"] == [ABSENT, "never"]

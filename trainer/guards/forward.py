@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from strategies import Program
+from strategies.base import has_another_step
 from strategies.compose import eager
 from strategies.loop import Loop
 from trainer.guards.compare import TENSOR_FLOOR, Comparison, Tensors, local, loss_sizes
@@ -214,10 +215,9 @@ def _why_not(optimizer: Any) -> str | None:
         return f"{kind.__name__} is not an optimizer of torch.optim, it may look at all parameters at once"
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS looks at all parameters at once"
-    if isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+    if isinstance(optimizer, torch.optim.Muon):
         return "Muon computes in bfloat16, whatever the weights are"
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+    if has_another_step(optimizer):
         return f"the step of {kind.__name__} was replaced"
     if (
         optimizer._optimizer_step_pre_hooks

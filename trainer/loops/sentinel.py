@@ -44,19 +44,10 @@ class Sentinel:
         self, rank: int, names: Sequence[str] | Mapping[int, str], connections: Mapping[int, socket.socket]
     ) -> None:
         places = [f"{connection.fileno()}={other}={names[other]}" for other, connection in connections.items()]
+        given = map(str, (os.getpid(), GRACE_SECONDS, rank))
         self._connections = connections  # open here, too: nobody loses this process by the end of its sentinel
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                __file__,
-                str(os.getpid()),
-                str(GRACE_SECONDS),
-                str(rank),
-                names[rank],
-                *places,
-            ],
+            [sys.executable, "-I", "-S", __file__, *given, names[rank], *places],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -111,9 +102,9 @@ class Record:
         with contextlib.suppress(OSError, ValueError):
             values = json.loads(Path(self._file).read_text(encoding="utf-8"))
             if values["status"] == "running":
-                said = {"status": "failed" if signum is None else "interrupted", "reason": reason, "signal": signum}
+                ending = {"status": "failed" if signum is None else "interrupted", "reason": reason, "signal": signum}
                 new = Path(f"{self._file}.{os.getpid()}")
-                new.write_text(json.dumps({**values, **said}, indent=1), encoding="utf-8")
+                new.write_text(json.dumps({**values, **ending}, indent=1), encoding="utf-8")
                 os.replace(new, self._file)
 
 
@@ -175,30 +166,30 @@ class Supervision:
     def _is_alive(self) -> bool:
         return os.getppid() == self._parent
 
-    def _hear(self, said: dict[str, Any], other: int | None) -> None:
-        if "fault" in said:
-            self._find(said["fault"], other)
+    def _hear(self, message: dict[str, Any], other: int | None) -> None:
+        if "fault" in message:
+            self._find(message["fault"], other)
         elif other is not None:
-            (self._training.add if said["inside"] else self._training.discard)(other)
-            self._tell({"rank": other, **said})
-        elif "inside" in said:
-            self._inside = said["inside"]
+            (self._training.add if message["inside"] else self._training.discard)(other)
+            self._report({"rank": other, **message})
+        elif "inside" in message:
+            self._inside = message["inside"]
             if self._inside:
                 self._fault, self._ending = None, False
-            self._pass_on(said)
-        elif "record" in said:
-            self._record = Record(said["record"])
+            self._pass_on(message)
+        elif "record" in message:
+            self._record = Record(message["record"])
         else:
-            self._ending = self._ending or "ending" in said
+            self._ending = self._ending or "ending" in message
             self._moved_at = time.monotonic()
 
     def _find(self, fault: dict[str, Any], heard_from: int | None = None) -> None:
         if self._fault is None and (self._inside or fault["rank"] != self._rank):
             self._fault, self._fault_at = fault, time.monotonic()
-            self._tell({"fault": fault})
+            self._report({"fault": fault})
             self._pass_on({"fault": fault}, but=heard_from)
 
-    def _tell(self, what: dict[str, Any]) -> None:
+    def _report(self, what: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(what).encode() + b"\n")
 
@@ -218,13 +209,13 @@ class Supervision:
         self._end_record(fault)
         if not self._rank:
             print_error(f"{'failed' if fault['signum'] is None else 'interrupted'}: {self._consequence(fault)}")
-        self._tell({"exit": 1 if fault["signum"] is None else 128 + fault["signum"]})
+        self._report({"exit": 1 if fault["signum"] is None else 128 + fault["signum"]})
         until = time.monotonic() + EXIT_SECONDS
         while self._is_alive() and time.monotonic() < until:
             time.sleep(0.05)
         if self._is_alive():
             os.kill(self._parent, signal.SIGKILL)
-        self._inside = False  # all is said
+        self._inside = False
 
     def _end_record(self, fault: dict[str, Any]) -> None:
         self._record.end(self._consequence(fault), fault["signum"])

@@ -153,14 +153,14 @@ class Watch:
     def _listen(self) -> None:
         """Hear what the sentinel says, and say once a second whether this process moves."""
         still: Any = None
-        for said in self._sentinel.heard(every_seconds=1.0):
-            if "fault" in said:
-                self.fault = Fault(**said["fault"])
+        for message in self._sentinel.heard(every_seconds=1.0):
+            if "fault" in message:
+                self.fault = Fault(**message["fault"])
                 self._learned.set()
-            elif "exit" in said:
-                os._exit(said["exit"])
-            elif "inside" in said:
-                self._inside[said["rank"]] = said["inside"]
+            elif "exit" in message:
+                os._exit(message["exit"])
+            elif "inside" in message:
+                self._inside[message["rank"]] = message["inside"]
             elif (at := (self._batches, _place())) != still:
                 still = at
                 self._sentinel.send(moves=True)
