@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,29 +35,6 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
         # Not composed again: a plugin.py need not bear to be run twice.
         overrides, config = [*overrides, "compile=whole"], dataclasses.replace(config, compile={"whole": Whole()})
     return config, overrides
-
-
-@contextlib.contextmanager
-def own_caches(name: str, module: str) -> Iterator[None]:
-    """Compiler caches that begin empty and are gone afterwards: what comes from a cache is not compiled. ``module`` is
-    imported inside: torch reads where they are when it is imported."""
-    from strategies.options import environment
-    from trainer.process import importing, signals_wait
-    from trainer.sweep.environment import cache_variables
-
-    def remove(error: type[BaseException] | None, *_: object) -> None:
-        with signals_wait():
-            if error is not None and (prepare := sys.modules.get("strategies.prepare")):
-                prepare.stop_compiling()  # or it still writes there
-            folder.cleanup()
-
-    with contextlib.ExitStack() as stack:
-        with importing():  # from here on: no signal comes between the folder and what removes it
-            folder = tempfile.TemporaryDirectory(prefix=f"{name}-caches-", ignore_cleanup_errors=True)
-            stack.push(remove)
-            stack.enter_context(environment(cache_variables(Path(folder.name), store=False)))
-            importlib.import_module(module)
-        yield
 
 
 def check_file(option: str, file: Path | None) -> None:

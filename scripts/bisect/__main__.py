@@ -18,14 +18,14 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from scripts.arguments import composed_training, exit_code, own_caches, parser
-from scripts.bisect.search import MAX_SHAPES, OPTIMIZER, Culprit, Outcome, Report, Search, named, searched
+from scripts.arguments import composed_training, exit_code, parser
+from scripts.bisect.search import MAX_SHAPES, OPTIMIZER, Outcome, Report, Search, named, searched
 from strategies import Modular, Stage, Strategy
 from strategies.base import holds
 from strategies.compose import label
 from strategies.options import ModuleRequest
 from trainer.config import compose
-from trainer.process import StopRequest, leaving
+from trainer.process import StopRequest, importing, leaving
 
 EXAMPLES = """\
 examples:
@@ -53,9 +53,10 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
     progress = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     console = Console(highlight=False, soft_wrap=True)
     found: list[tuple[Report, Mapping[str, Any]]] = []
-    with progress.status("building data and model") as status, own_caches("bisect", "scripts.bisect.bench"):
-        from scripts.bisect.bench import Bench, with_config
-        from scripts.explain.run import ONE_DEVICE, quiet_compiler, several_devices
+    with progress.status("building data and model") as status:
+        with importing():
+            from scripts.bisect.bench import Bench, with_config
+            from scripts.explain.run import ONE_DEVICE, quiet_compiler, several_devices
 
         def begins(number: int, what: str) -> None:
             stop.check()
@@ -76,20 +77,20 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
         console.print(line)
     for note in [*notes, *([ONE_DEVICE.format("tried")] if several_devices(config) else [])]:
         console.print(f"[dim]note: {escape(note)}[/]")
-    if report.rest_is_clean:
+    if report.rest_outcome is not None:
         suggested = modular_overrides(overrides, given, requests, report.rest)
         if options.config_dir is None:  # whose plugin.py need not bear to be run twice
             compose(suggested)  # what is suggested is a command that is understood
         folder = [] if options.config_dir is None else ["--config-dir", options.config_dir]
-        command = shlex.join(["python", "-m", "trainer", *folder, *suggested])
-        console.print(f"[bold]continue with[/]: {escape(command)}")
+        what, module = ("continue with", "trainer") if report.rest_is_clean else ("search on with", "scripts.bisect")
+        console.print(f"[bold]{what}[/]: {escape(shlex.join(['python', '-m', module, *folder, *suggested]))}")
     return exit_of(report)
 
 
 def exit_of(report: Report) -> int:
     if not report.whole.differs:
         return NOTHING_WRONG
-    return FOUND if report.culprits else ONLY_TOGETHER
+    return ONLY_TOGETHER if report.culprit is None else FOUND
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
@@ -108,10 +109,15 @@ def lines(report: Report, what: str) -> Iterator[str]:
         yield f"[bold green]nothing wrong[/]: {escape(what)} equals eager within its tolerance {shapes}"
         return
     yield f"[bold red]{escape(what)} {DIFFERS}[/]: {_seen(report.whole)}"
-    if not report.culprits:
+    if (culprit := report.culprit) is None or report.outcome is None:
         yield f"[bold]only together[/]: no submodule {DIFFERS} alone"
-    for culprit in report.culprits:
-        yield from _culprit(culprit)
+        return
+    path = culprit.path + (f" ({culprit.about})" if culprit.about else "")
+    yield f"[bold]culprit[/]: {escape(path)}: compiled alone it {DIFFERS}: {_seen(report.outcome)}"
+    if culprit.children:
+        yield "  none of what it is made of does: it is its own code, or its parts in one graph"
+    if report.copies:
+        yield f"  the rest differs with the {len(report.copies)} more of its class: {escape(named(report.copies))}"
     if report.rest:
         rest = escape(named(report.rest))
         if report.rest_is_clean:
@@ -123,15 +129,6 @@ def lines(report: Report, what: str) -> Iterator[str]:
 
 def _seen(outcome: Outcome) -> str:
     return escape(f"{outcome.reason}, with the batch {outcome.batch}")
-
-
-def _culprit(culprit: Culprit) -> Iterator[str]:
-    path = culprit.node.path + (f" ({culprit.node.about})" if culprit.node.about else "")
-    yield f"[bold]culprit[/]: {escape(path)}: compiled alone it {DIFFERS}: {_seen(culprit.outcome)}"
-    if culprit.node.children:
-        yield "  none of what it is made of does: it is its own code, or its parts in one graph"
-    if culprit.copies:
-        yield f"  so do, compiled together, {len(culprit.copies)} more like it: {escape(named(culprit.copies))}"
 
 
 # ---- how to continue -------------------------------------------------------------------------------------------------

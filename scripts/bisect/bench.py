@@ -11,10 +11,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from scripts.bisect.search import MAX_SHAPES, OPTIMIZER, Node, Outcome
-from scripts.explain.batches import copied, kind_of, wrap_training_loader
 from scripts.explain.run import training
 from strategies import Modular, Program, Stage, Strategy
 from strategies.base import holds
@@ -141,13 +141,7 @@ def _node(module: nn.Module, path: str, called: set[int]) -> Node:
     about = kind.__name__
     with contextlib.suppress(TypeError, OSError):  # no source to read
         about += f", {shown(str(inspect.getsourcefile(kind)))}:{inspect.getsourcelines(kind)[1]}"
-    sizes = [tuple(parameter.shape) for parameter in module.parameters()]
-    return Node(
-        path=path,
-        about=about,
-        likeness=f"{kind.__module__}.{kind.__qualname__} {module!r} {sizes}",
-        children=list(_children(module, path, called)),
-    )
+    return Node(path=path, about=about, children=list(_children(module, path, called)))
 
 
 def _children(module: nn.Module, path: str, called: set[int]) -> Iterator[Node]:
@@ -188,7 +182,9 @@ class BenchCallback(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Strategies are applied: stand between the training loader and the loop."""
-        wrap_training_loader(trainer, self._choose)
+        strategy: Any = trainer.strategy
+        process = strategy.process_dataloader
+        strategy.process_dataloader = lambda loader: self._choose(process(loader))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -209,4 +205,11 @@ class BenchCallback(L.Callback):
             if len(self._chosen) < MAX_SHAPES:
                 self._chosen.setdefault(kind_of(batch), batch)
         # The loop is given one batch more than it will get to: its fetcher looks ahead.
-        return [copied(batch) for batch in list(self._chosen.values())[:1] * 2]
+        return list(self._chosen.values())[:1] * 2
+
+
+def kind_of(batch: Any) -> str:
+    """Dtypes and shapes of the tensors of a batch."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    kinds = [f"{str(one.dtype).removeprefix('torch.')} {' x '.join(map(str, one.shape))}" for one in tensors]
+    return ", ".join(kinds) or "no tensor"

@@ -1,6 +1,6 @@
 """Search: the whole and its submodules, trial by trial, and what is found. Needs no torch.
 
-Top-down to the smallest submodules that alone differ from eager, bottom-up to the rest that does not.
+Top-down, half by half, to the smallest submodule that alone differs from eager; then all the rest, once more.
 """
 
 from __future__ import annotations
@@ -41,21 +41,9 @@ class Node:
     path: str
     about: str = ""
     """Its class, and ``file:line`` at which that begins where there is a source to read."""
-    likeness: str = ""
-    """Equal for submodules that the compiler can be expected to treat alike: class, children, sizes of weights."""
     children: list[Node] = field(default_factory=list)
     """The nearest submodules below that a step calls: a list of modules is not called, nor is a layer whose weight
     alone is used."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Culprit:
-    """The smallest submodule, or the optimizer step, that differs when nothing else is compiled."""
-
-    node: Node
-    outcome: Outcome
-    copies: list[str] = field(default_factory=list)
-    """Others like it that differ too, compiled together."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,10 +52,15 @@ class Report:
 
     whole: Outcome
     """What was seen with everything compiled."""
-    culprits: list[Culprit] = field(default_factory=list)
-    """None where all of it together differs, and nothing of it alone does."""
+    culprit: Node | None = None
+    """The smallest submodule, or the optimizer step, that differs when nothing else is compiled; None where nothing
+    differs, and where it takes several together."""
+    outcome: Outcome | None = None
+    """Of compiling the culprit alone."""
+    copies: list[str] = field(default_factory=list)
+    """Other submodules of its class, where the rest differs with them."""
     rest: list[str] = field(default_factory=list)
-    """Largest submodules that hold no culprit."""
+    """Largest submodules that hold neither."""
     rest_outcome: Outcome | None = None
     """Of compiling the rest; None where there is no rest, or nothing that differs."""
 
@@ -111,9 +104,10 @@ class Search:
         everything = self._bench.everything
         report = Report(whole=self._outcome(everything, "everything"))
         if report.whole.differs:
-            report.culprits = [Culprit(node=one, outcome=self._outcome([one])) for one in self._descend(everything)]
-            if report.culprits:
-                self._look_at_rest(report)
+            report.culprit = self._smallest(everything)
+            if report.culprit is not None:
+                report.outcome = self._outcome([report.culprit])
+                self._look_at_rest(report, report.culprit)
         elif report.whole.reason is not None:
             raise ValueError(
                 f"the compiled step cannot be compared with eager's: {report.whole.reason}; crucible explain says "
@@ -121,48 +115,28 @@ class Search:
             )
         return report
 
-    def _descend(self, nodes: Iterable[Node]) -> list[Node]:
-        """The smallest ones below ``nodes`` that differ alone, and of which no child does."""
-        alike: dict[str, list[Node]] = {}
-        for node in nodes:
-            alike.setdefault(node.likeness or node.path, []).append(node)
-        found: list[Node] = []
-        for group in alike.values():
-            if (first := self._first(group)) is not None:
-                found += self._descend(first.children) or [first]
-        return found
+    def _smallest(self, nodes: Sequence[Node]) -> Node | None:
+        """Of ``nodes``, which differ together, or of what they hold, one that differs alone and of which no child does.
 
-    def _first(self, alike: list[Node]) -> Node | None:
-        """One that differs alone: of those alike, one is tried first, then the others together."""
-        if self._outcome(alike[:1]).differs:
-            return alike[0]
-        others = alike[1:]
-        while others and self._outcome(others).differs:
-            if len(others) == 1:
-                return others[0]
-            half = len(others) // 2
-            others = next((one for one in (others[:half], others[half:]) if self._outcome(one).differs), [])
-        return None
+        None where only several together differ.
+        """
+        if len(nodes) == 1:
+            (node,) = nodes
+            inner = self._smallest(node.children) if node.children and self._outcome(node.children).differs else None
+            return inner or node
+        half = len(nodes) // 2
+        part = next((part for part in (nodes[:half], nodes[half:]) if self._outcome(part).differs), None)
+        return None if part is None else self._smallest(part)
 
-    def _look_at_rest(self, report: Report) -> None:
-        """Try all without the culprits and their copies. What holds one of them is taken apart, and so are they."""
-        for culprit in report.culprits:
-            node = culprit.node
-            like = [one for one in _all(self._bench.everything) if one.likeness == node.likeness and one is not node]
-            if node.likeness and like and self._outcome(like).differs:
-                culprit.copies = [one.path for one in like]
-        out = [path for culprit in report.culprits for path in (culprit.node.path, *culprit.copies)]
-
-        def without(nodes: Iterable[Node]) -> Iterator[Node]:
-            for node in nodes:
-                if any(holds(node.path, path) for path in out):
-                    yield from without(node.children)
-                else:
-                    yield node
-
-        rest = list(without(self._bench.everything))
-        report.rest = [one.path for one in rest]
-        report.rest_outcome = self._outcome(rest) if rest else None
+    def _look_at_rest(self, report: Report, culprit: Node) -> None:
+        """Try all without the culprit, or without all of its class. What holds one of them is taken apart."""
+        like = [one.path for one in _all(self._bench.everything) if culprit.about and one.about == culprit.about]
+        for out in ([culprit.path], like):
+            rest = list(_without(self._bench.everything, out))
+            report.rest, report.copies = [one.path for one in rest], [path for path in out if path != culprit.path]
+            report.rest_outcome = self._outcome(rest) if rest else None
+            if report.rest_outcome is None or not report.rest_outcome.differs or len(like) < 2:
+                return
 
     def _outcome(self, nodes: Sequence[Node], what: str | None = None) -> Outcome:
         paths = [node.path for node in nodes]
@@ -195,3 +169,12 @@ def _all(nodes: Iterable[Node]) -> Iterator[Node]:
     for node in nodes:
         yield node
         yield from _all(node.children)
+
+
+def _without(nodes: Iterable[Node], out: Sequence[str]) -> Iterator[Node]:
+    """The largest ones of ``nodes`` and below them that hold none of the paths ``out``."""
+    for node in nodes:
+        if any(holds(node.path, path) for path in out):
+            yield from _without(node.children, out)
+        else:
+            yield node

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event
 
-SCHEMA = 6
+SCHEMA = 7
 """Raised when the name or the meaning of a field changes."""
+BATCHES = 20
+"""What is trained on unless more are asked for: most shapes come early, and code that compiles anew at each step takes
+its time."""
 BARE = {
     "generic_jump": "which branch the code takes depends on the value of a tensor: torch.where, or torch.cond",
     "step_unsupported": "a function that is called here breaks, so that the graph around the call ends too",
@@ -45,17 +48,6 @@ class Finding:
 
 
 @dataclass(kw_only=True, slots=True)
-class Graphs:
-    """Graphs of one function."""
-
-    function: str
-    """``file:line function`` at which it begins."""
-    forward: int = 0
-    backward: int = 0
-    """Backward graphs that were compiled; a backend without autograd has none."""
-
-
-@dataclass(kw_only=True, slots=True)
 class Explanation:
     """Everything about one task under one list of strategies."""
 
@@ -65,12 +57,7 @@ class Explanation:
     device: str | None = None
     versions: dict[str, str | None] = field(default_factory=dict)
     batches: int = 0
-    """Training batches of the epoch that were looked at."""
-    batches_run: int = 0
-    """Of those, run through forward, backward and optimizer step: the first ones, then one of each new kind."""
-    batch_kinds: dict[str, int] = field(default_factory=dict)
-    """Batches by the shapes of their tensors."""
-    graphs: list[Graphs] = field(default_factory=list)
+    """Training batches that went through forward, backward and optimizer step."""
     breaks: list[Finding] = field(default_factory=list)
     recompiles: list[Finding] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Say where the compiler breaks, repeats or leaves out a training step: ``crucible explain compile=whole``.
 
-Takes the trainer's overrides, runs an epoch's shapes through forward, backward and optimizer step, and names each graph
-break and recompile with its line of code and torch's own hints. Nothing is trained for keeps, nothing written unasked.
+Takes the trainer's overrides, trains a few steps, and names each graph break and recompile with its line of code and
+torch's own hints. Nothing is trained for keeps, nothing written unasked.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 
 from rich import markup
 from rich.console import Console
-from rich.table import Table
 
-from scripts.arguments import check_file, composed_training, exit_code, own_caches, parser, positive
-from scripts.explain import Explanation, Finding
-from trainer.process import StopRequest, leaving
+from scripts.arguments import check_file, composed_training, exit_code, parser, positive
+from scripts.explain import BATCHES, Explanation, Finding
+from trainer.process import StopRequest, importing, leaving
 from trainer.telemetry.source import line_at, shown
 
 EXAMPLES = """\
@@ -27,7 +26,7 @@ examples:
   crucible explain task=captioning compile=regional
   crucible explain experiment=gpt2_smoke compile=whole --json why.json
   crucible explain compile=whole --backend inductor    # also what Inductor itself fails at
-  crucible explain compile=whole --batches 20          # the first batches alone
+  crucible explain compile=whole --batches 500         # more of an epoch's shapes
 
 Breaks and recompiles need no Inductor: off a GPU the default backend is aot_eager, on one the strategies' own.
 Exit codes: 0 nothing wrong, 1 graph breaks, recompiles or failures found, 2 wrong arguments, 128 + signal interrupted.
@@ -47,13 +46,11 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
     config, _ = composed_training(options.overrides, config_dir=options.config_dir, looks="explain looks at")
     if not config.compile:
         raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
-    with (
-        Console(stderr=True, highlight=False).status("getting ready") as status,
-        own_caches("explain", "scripts.explain.run"),
-    ):
-        import torch
+    with Console(stderr=True, highlight=False).status("getting ready") as status:
+        with importing():
+            import torch
 
-        from scripts.explain.run import MAX_BATCHES, Options, explain
+            from scripts.explain.run import Options, explain
 
         def progress(line: str) -> None:
             stop.check()
@@ -61,7 +58,7 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
 
         chosen = Options(
             backend=options.backend or ("configured" if torch.cuda.is_available() else "aot_eager"),
-            batches=options.batches or MAX_BATCHES,
+            batches=options.batches,
             progress=progress,
             before_steps=stop.install,
         )
@@ -77,7 +74,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser("explain", __doc__ or "", EXAMPLES, overrides=True)
     add = made.add_argument
     add("--backend", choices=BACKENDS, help="compiler; configured = each strategy's own (default: see below)")
-    add("--batches", type=positive, metavar="N", help="batches of the epoch to look at, at most (default: 500)")
+    add("--batches", type=positive, default=BATCHES, metavar="N", help=f"batches to train on (default: {BATCHES})")
     add("--json", type=Path, metavar="FILE", help="write everything there, for programs (default: nowhere)")
     return made.parse_intermixed_args(arguments)
 
@@ -92,11 +89,6 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
     for number, recompile in enumerate(explanation.unexpected, 1):
         _print_problem(f"[yellow bold]recompile {number}[/]", recompile, console)
     console.print()
-    if explanation.graphs:
-        table = Table("graphs of", "forward", "backward", box=None, pad_edge=False, header_style="dim")
-        for each in explanation.graphs:
-            table.add_row(markup.escape(each.function), str(each.forward), str(each.backward))
-        console.print(table)
     for line in _lines_at_the_end(explanation):
         console.print(line, markup=False)
     console.print(f"[bold]{markup.escape(verdict(explanation))}[/]")
@@ -107,8 +99,7 @@ def _heading(explanation: Explanation) -> str:
     return (
         f"{explanation.task} under {explanation.strategies}, backend {explanation.backend}, "
         f"torch {explanation.versions.get('torch') or 'n/a'} on {explanation.device or 'n/a'}\n"
-        f"{explanation.batches:,} batches looked at, {explanation.batches_run:,} run, "
-        f"{_count(len(explanation.batch_kinds), 'kind')}"
+        f"{explanation.batches:,} batches trained on"
     )
 
 

@@ -23,9 +23,8 @@ import lightning as L
 import torch._dynamo.utils as dynamo_utils
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from scripts.explain import Explanation, Graphs, findings
-from scripts.explain.batches import FIRST_BATCHES, ChosenBatches, wrap_training_loader
-from strategies import Modular, Strategy
+from scripts.explain import BATCHES, Explanation, findings
+from strategies import Modular, Optimizer, Strategy
 from strategies.compose import label
 from strategies.errors import is_compile_error, one_line
 from trainer.auto import refuse_choice
@@ -37,12 +36,9 @@ from trainer.run import new_record
 from trainer.settings import Config
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import EventReporter
-from trainer.telemetry.source import shown
 
 ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"
 VALIDATION_BATCHES = 2
-MAX_STEPS = 1_000_000_000
-MAX_BATCHES = 500
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +47,8 @@ class Options:
 
     backend: str = "configured"
     """``inductor``, ``aot_eager`` or ``eager``; ``configured`` leaves each strategy its own."""
-    batches: int = MAX_BATCHES
-    """Batches of the epoch to look at, at most."""
+    batches: int = BATCHES
+    """Batches to train on, one a step."""
     progress: Callable[[str], None] = lambda line: None
     """Called with a line about what is being done."""
     before_steps: Callable[[], None] = lambda: None
@@ -76,9 +72,9 @@ def explain(config: Config, options: Options) -> Explanation:
         config,
         strategies,
         callbacks,
-        max_steps=MAX_STEPS,
+        max_steps=options.batches,
         accumulate_grad_batches=1,  # what comes after the first batch comes after the first step: see EXPECTED
-        val_every_n_steps=2 if config.trainer.val_every_n_steps else 0,
+        val_every_n_steps=-(-options.batches // 2) if config.trainer.val_every_n_steps else 0,
         val_batches=VALIDATION_BATCHES,
         checkpoint_every_n_steps=None,
         warmup_steps=0,
@@ -110,7 +106,7 @@ def explain_module(
     compile_.record.task = type(module).__name__
     look = Look(compile_, options)
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:
-        trainer = throwaway_trainer(folder, [compile_, look], max_epochs=1)
+        trainer = throwaway_trainer(folder, [compile_, look], max_epochs=1, max_steps=options.batches)
         return look.fit(trainer, module, given, train_dataloaders=loader)
 
 
@@ -121,44 +117,29 @@ def prepared(strategies: Iterable[Strategy], backend: str) -> list[Strategy]:
     """
     strategies = list(strategies)
     refuse_choice(strategies)
-    return [_copy(strategy, backend) for strategy in strategies if strategy.name != "cached"]
+    return [changed(strategy, backend) for strategy in strategies if strategy.name != "cached"]
 
 
-def _copy(strategy: Strategy, backend: str) -> Strategy:
-    if isinstance(strategy, Modular):
-        parts = {name: dataclasses.replace(part, **_changes(part, backend)) for name, part in strategy.parts.items()}
-        return dataclasses.replace(strategy, parts=parts)
-    changes = _changes(strategy, backend)
-    if strategy.name == "optimizer":  # an update has no graph breaks to allow
-        changes.pop("fullgraph", None)
-    return dataclasses.replace(strategy, **changes)
-
-
-def _changes(options: Any, backend: str) -> dict[str, Any]:
+def changed(options: Any, backend: str) -> Any:
+    """A copy of a strategy, or of a part of ``modular``, for ``prepared``."""
     names = {option.name for option in dataclasses.fields(options)}
-    changes: dict[str, Any] = {"fullgraph": False}
-    if backend != "configured" and "backend" in names and options.backend != backend:
+    changes: dict[str, Any] = {}
+    if isinstance(options, Modular):
+        changes["parts"] = {name: changed(part, backend) for name, part in options.parts.items()}
+    if "fullgraph" in names and not isinstance(options, Optimizer):  # an update has no graph breaks to allow
+        changes["fullgraph"] = False
+    if "backend" in names and backend not in ("configured", options.backend):
         changes["backend"] = backend
-        if backend != "inductor":  # mode and options are Inductor's
-            changes |= {"mode": "default", "options": {}}
-    return {name: value for name, value in changes.items() if name in names}
+        inductors = {} if backend == "inductor" else {"mode": "default", "options": {}}
+        changes |= {name: value for name, value in inductors.items() if name in names}
+    return dataclasses.replace(options, **changes)
 
 
 class Look(L.Callback):
-    """Chooses the batches; comes after ``Compile``, whose telemetry records what their steps compile."""
+    """Comes after ``Compile``, whose telemetry records what the steps compile."""
 
     def __init__(self, compile_: Compile, options: Options) -> None:
         self._compile, self._options = compile_, options
-        self._chosen: ChosenBatches | None = None
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Strategies are applied: stand between the training loader and the loop."""
-
-        def chosen(loader: Any) -> ChosenBatches:
-            self._chosen = ChosenBatches(loader, first=FIRST_BATCHES, most=self._options.batches)
-            return self._chosen
-
-        wrap_training_loader(trainer, chosen)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What a run logs line by line is reported at the end."""
@@ -168,11 +149,8 @@ class Look(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        assert self._chosen is not None
-        self._options.progress(f"batch {batch_idx + 1}, {self._chosen.looked_at} looked at: forward, backward, step")
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.should_stop = True
+        number = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        self._options.progress(f"batch {number} of {self._options.batches}: forward, backward, optimizer step")
 
     def fit(self, trainer: L.Trainer, module: L.LightningModule, given: Sequence[Strategy], **data: Any) -> Explanation:
         """Train; a compile that fails is something to explain, every other error is the user's."""
@@ -194,17 +172,15 @@ class Look(L.Callback):
             backend=self._options.backend,
             device=hardware.device_name(trainer.strategy.root_device),
             versions=hardware.versions(),
+            batches=trainer.fit_loop.epoch_loop.total_batch_idx + 1,
             breaks=findings(compiler.events, "graph_break"),
             recompiles=findings(compiler.events, "recompile"),
             failures=list(dict.fromkeys([*fallbacks, *failures, *record.eager_parts.values()])),
             notes=list(record.notes),
         )
-        _count_graphs(dynamo_utils.get_compilation_metrics()[compiled_before:], explanation)
-        if (chosen := self._chosen) is not None:
-            explanation.batches, explanation.batches_run = chosen.looked_at, chosen.run
-            explanation.batch_kinds = dict(chosen.kinds.most_common())
-        if explanation.batches >= self._options.batches:
-            explanation.not_looked_at.append(f"the rest of the epoch: --batches {self._options.batches}")
+        metrics = dynamo_utils.get_compilation_metrics()[compiled_before:]
+        skips = Counter(" ".join(one.cudagraph_skip_reason.split()) for one in metrics if one.cudagraph_skip_reason)
+        explanation.notes += [f"{count} graphs left out of CUDA graphs: {reason}" for reason, count in skips.items()]
         if self._options.backend in ("aot_eager", "eager"):
             explanation.not_looked_at.append("what Inductor makes of the graphs: --backend inductor")
         if self._options.backend == "eager":
@@ -212,27 +188,6 @@ class Look(L.Callback):
         if any(strategy.name == "cached" for strategy in given):
             explanation.not_looked_at.append("cached: left out, so that no store is read or written")
         return explanation
-
-
-def _count_graphs(metrics: Iterable[Any], explanation: Explanation) -> None:
-    """Read what torch says about each of its compilations."""
-    functions: dict[str, str] = {}
-    graphs: dict[str, Graphs] = {}
-    skips: Counter[str] = Counter()
-    for metric in metrics:
-        code = str(metric.compile_id).split("/")[0]  # what a backward belongs to is named by its number alone
-        if metric.co_filename:
-            functions[code] = f"{shown(metric.co_filename)}:{metric.co_firstlineno} {metric.co_name}"
-        backward = metric.is_forward is False
-        if backward or (metric.has_guarded_code and metric.graph_op_count):
-            function = functions.get(code, "unknown")
-            counted = graphs.setdefault(function, Graphs(function=function))
-            counted.backward += backward
-            counted.forward += not backward
-        if metric.cudagraph_skip_reason:
-            skips[" ".join(metric.cudagraph_skip_reason.split())] += 1
-    explanation.graphs = list(graphs.values())
-    explanation.notes += [f"{count} graphs left out of CUDA graphs: {reason}" for reason, count in skips.items()]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from scripts.bisect.__main__ import lines, trial_line
-from scripts.bisect.search import Culprit, Node, Outcome, Report
+from scripts.bisect.search import Node, Outcome, Report
 
 
 def said(**facts: Any) -> str:
@@ -25,13 +25,13 @@ def test_nothing_wrong() -> None:
 def test_a_culprit_with_class_and_batch() -> None:
     seen = Outcome(differs=True, reason="loss 0.1 of eager's away", batch="4 x 8")
     node = Node(path="net.a", about="A, /x/a.py:3", children=[Node(path="net.a.x")])
-    culprit = Culprit(node=node, outcome=seen, copies=["net.c"])
-    text = said(whole=seen, culprits=[culprit], rest=["net.b"], rest_outcome=Outcome(differs=False))
+    rest = {"copies": ["net.c"], "rest": ["net.b"], "rest_outcome": Outcome(differs=False)}
+    text = said(whole=seen, culprit=node, outcome=seen, **rest)
     for line in (
         "mine, whole computes something else than eager: loss 0.1 of eager's away, with the batch 4 x 8",
         "culprit: net.a (A, /x/a.py:3): compiled alone it computes something else than eager: loss 0.1",
         "none of what it is made of does",
-        "1 more like it: net.c",
+        "with the 1 more of its class: net.c",
         "the rest: 1 submodules equal eager without it: net.b",
     ):
         assert line in text

@@ -22,10 +22,6 @@ from trainer.config import compose
 EAGER = Options(backend="eager")
 
 
-def graphs_of(explanation: Explanation) -> list[tuple[int, int]]:
-    return [(each.forward, each.backward) for each in explanation.graphs]
-
-
 @pytest.fixture
 def small(edge: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Explanation]:
     """Explain a task at its smallest size; nothing may be written, and no setting of the process may change."""
@@ -43,9 +39,10 @@ def small(edge: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     return look
 
 
-def test_a_tasks_graphs_are_counted_by_function_and_direction(small: Callable[..., Explanation]) -> None:
-    explanation = small("micro", "compile=regional", "trainer.val_every_n_steps=100", backend="aot_eager")
-    assert graphs_of(explanation) == [(2, 1)] * 2, "a kind of block and the tail, in training and validation"
+def test_a_task_that_compiles_is_no_problem(small: Callable[..., Explanation]) -> None:
+    explanation = small("micro", "compile=regional", "trainer.val_every_n_steps=100", backend="aot_eager", batches=4)
+    assert explanation.batches == 4
+    assert explanation.recompiles, "graphs of validation"
     assert explanation.problems == 0
     assert all(recompile.expected for recompile in explanation.recompiles)
     assert (explanation.task, explanation.strategies, explanation.backend) == (
@@ -53,15 +50,6 @@ def test_a_tasks_graphs_are_counted_by_function_and_direction(small: Callable[..
         "regional",
         "aot_eager",
     )
-
-
-def test_an_optimizers_graphs_are_told_from_those_of_regions() -> None:
-    strategies = [Whole(), Optimizer()]
-    explanation = explain_module(Trained(planted.Planted()), loader(like(2)), strategies, EAGER, whole=["planted"])
-    of_region, *of_optimizer = explanation.graphs
-    assert "planted.py:" in of_region.function
-    assert of_optimizer
-    assert all("optim" in each.function and each.backward == 0 for each in of_optimizer)
 
 
 def test_shapes_that_buckets_warms_are_no_problem(small: Callable[..., Explanation]) -> None:
@@ -78,8 +66,6 @@ def test_ragged_batches_of_an_epoch_are_a_problem_where_no_strategy_takes_care_o
     explanation = small("micro", "compile=regional", *more)
     assert explanation.unexpected
     assert all("size mismatch" in text for recompile in explanation.unexpected for text in recompile.texts)
-    assert len(explanation.batch_kinds) > 1
-    assert explanation.batches_run < explanation.batches
 
 
 def test_copies_of_several_sizes_that_share_their_code_are_no_problem() -> None:
@@ -97,7 +83,6 @@ def test_copies_of_several_sizes_that_share_their_code_are_no_problem() -> None:
 
     strategies = [Regional(parts=[])]
     explanation = explain_module(Trained(Narrowing()), loader(like(2, 2)), strategies, EAGER, blocks=["planted.blocks"])
-    assert [each.forward for each in explanation.graphs] == [3]
     # The first copy's input needs no gradient, the last copy is narrower.
     texts = "".join(text for one in explanation.recompiles for text in one.texts)
     assert "requires_grad" in texts

@@ -114,10 +114,7 @@ def test_keys_that_change_are_found(looked: Look) -> None:
 
 @pytest.mark.parametrize("kind", [planted.NumPy, planted.InPlaceOnView], ids=lambda kind: kind.__name__)
 def test_what_torch_traces_by_now_is_no_alarm(looked: Look, kind: type[nn.Module]) -> None:
-    explanation = looked(kind())
-    assert explanation.problems == 0
-    (graphs,) = explanation.graphs
-    assert (at(graphs.function)[0], graphs.forward) == (FILE, 1)
+    assert looked(kind()).problems == 0
 
 
 def test_a_numpy_function_without_a_counterpart_is_a_break(looked: Look) -> None:

@@ -21,9 +21,7 @@ def look(make: Callable[[], L.LightningModule], data: Callable[[], Any], *strate
 
 
 def test_a_model_that_compiles_whole_is_no_alarm() -> None:
-    explanation = look(gpt2, tokens)
-    assert explanation.problems == 0
-    assert [each.forward for each in explanation.graphs] == [1]
+    assert look(gpt2, tokens).problems == 0
 
 
 def test_lightnings_demo_breaks_within_torch_and_is_shown_at_its_own_line() -> None:
