@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scripts.doctor import ERROR, OK, WARNING, installed, reason
+from scripts.doctor import ERROR, OK, WARNING, reason
 from scripts.doctor import __main__ as doctor
 from scripts.doctor.__main__ import compiling, with_torch
 from scripts.doctor.probe import device, without_cuda
@@ -62,7 +62,6 @@ def test_where_nothing_is_installed_each_package_is_missed_by_name(stub: Path) -
     assert done.stderr == ""
     for package in ("torch", "lightning", "hydra-core", "rich"):
         assert f"error    {package:<15} is not installed" in done.stdout
-    assert "-> pip install 'hydra-core>=1.3.8,<1.4'" in done.stdout
 
 
 def test_a_torch_that_crashes_or_hangs_ends_its_own_process_only(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,16 +153,6 @@ def test_each_device_is_judged(
     finding = device(0, properties, works=works, free_gib=free_gib, total_gib=79.0)
     assert finding.status == status
     assert said in finding.message
-
-
-def test_versions_are_compared_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"torch": "2.9.1+cu128", "hydra-core": "1.4.0", "numpy": "2.11.0a0+git1"}
-    monkeypatch.setattr("importlib.metadata.version", lambda name: versions[name])
-    assert installed("torch", ">=2.11").status == ERROR
-    assert installed("torch", ">=2.9").status == OK
-    assert installed("numpy", ">=2.11").status == OK, "a build of the version to come"
-    found = installed("hydra-core", ">=1.3.8,<1.4")
-    assert (found.message, found.fix) == ("1.4.0, >=1.3.8,<1.4 is needed", "pip install 'hydra-core>=1.3.8,<1.4'")
 
 
 GPU_TORCH = """
