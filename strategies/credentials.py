@@ -1,6 +1,6 @@
 """Credentials in options, known by name and by value: refused as an option, left out of what a run writes.
 
-Options end up in ``record.json``, TensorBoard, ``.hydra/`` and ``sweep.json``. Needs no torch.
+Options end up in ``record.json``, TensorBoard, ``.hydra/`` and ``multirun.yaml``. Needs no torch.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.plugins.sweeper import Sweeper
 
+from trainer.sweep import environment
 from trainer.sweep import sweep as sweep_module
 from trainer.sweep.plan import PlannedCell
 
@@ -23,8 +21,8 @@ class InstantCells:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[PlannedCell] = []
         self.fails: Callable[[PlannedCell], bool] = lambda cell: False
-        self.code = "commit 0000000000"
-        monkeypatch.setattr(sweep_module, "code_version", lambda: self.code)
+        self.commit = "0" * 40
+        monkeypatch.setattr(environment, "git_commit", lambda *_: self.commit)
         monkeypatch.setattr(sweep_module, "run_cell", self._run)
         # Hydra composes each cell once to see whether it can be; the launcher does so again.
         monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda self, batch: None)
@@ -44,8 +42,3 @@ class InstantCells:
         record.warmup_seconds, record.warmup_steps, record.steps = 10.0 * speed, 5, 105
         record.save(cell.directory)
         cell.exit_code = int(failed)
-
-
-def ledger_of(sweep: Path) -> dict[str, Any]:
-    """The contents of ``sweep.json``."""
-    return json.loads((sweep / "sweep.json").read_text())

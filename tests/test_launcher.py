@@ -104,7 +104,9 @@ def test_cold_starts_on_empty_caches_and_warm_on_those_of_its_twin(start_trainer
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a process of its parent's death on Linux only")
-def test_a_killed_sweep_goes_on_with_the_cell_that_was_running(start_trainer: Any, tmp_path: Path) -> None:
+def test_a_killed_sweep_continues_with_the_cell_that_was_running_from_its_beginning(
+    start_trainer: Any, tmp_path: Path
+) -> None:
     process = start_trainer([*SWEEP, "seed=5"], cwd=tmp_path)
     cell = tmp_path / "sweep" / "0-seed=5"
     wait_for(cell / "waiting")
@@ -113,9 +115,11 @@ def test_a_killed_sweep_goes_on_with_the_cell_that_was_running(start_trainer: An
     assert records(tmp_path / "sweep")["0-seed=5"]["status"] == "interrupted"
     process.communicate(timeout=200)
     process = start_trainer([*SWEEP, "seed=5"], cwd=tmp_path)
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    assert records(tmp_path / "sweep")["0-seed=5"]["resumed_from"] == str(cell)
+    wait_for(tmp_path / "sweep-set-aside" / "0-seed=5" / "waiting")
+    wait_for(cell / "waiting")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=200)
+    assert records(tmp_path / "sweep")["0-seed=5"]["resumed_from"] is None
 
 
 @pytest.mark.parametrize(

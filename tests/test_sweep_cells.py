@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.instant_cells import InstantCells, ledger_of
+from tests.instant_cells import InstantCells
 from trainer.sweep.launcher import IsolatedLauncher
 from trainer.sweep.plan import SweepOptions
 from trainer.sweep.processes import set_aside
@@ -58,17 +58,17 @@ def test_every_cell_starts_from_empty_caches_of_its_own_but_for_the_store_of_cac
     cells.fails = lambda cell: cell.record.label == "eager"
     assert command_line(*SWEEP, "compile=eager,regional,cached") == 1
     assert len({cell.caches for cell in cells.ran}) == 3
-    assert [(cell.record.label, cell.entry.start) for cell in cells.ran] == [
+    assert [(cell.record.label, cell.start) for cell in cells.ran] == [
         ("eager", "cold"),
         ("regional", "cold"),
         ("cached", None),
     ]
     for cell in cells.ran:
-        assert ("repeat=cold" in cell.command) == (cell.entry.start == "cold"), "so that its record says how it started"
+        assert ("repeat=cold" in cell.command) == (cell.start == "cold"), "so that its record says how it started"
     assert not list(Path("sweep/caches").iterdir()), "of a failed cell without a pair, too"
     cells.ran.clear()
     assert command_line("-m", "sweep=shared", "compile=regional", "hydra.launcher.caches=shared") == 0
-    assert [(cell.caches, cell.entry.start) for cell in cells.ran] == [(None, None)]
+    assert [(cell.caches, cell.start) for cell in cells.ran] == [(None, None)]
 
 
 def test_arms_take_turns_within_a_seed(command_line: Any, cells: InstantCells) -> None:
@@ -77,7 +77,7 @@ def test_arms_take_turns_within_a_seed(command_line: Any, cells: InstantCells) -
 
 
 def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line: Any, cells: InstantCells) -> None:
-    cells.fails = lambda cell: cell.entry.start == "cold" and cell.record.label == "whole"
+    cells.fails = lambda cell: cell.start == "cold" and cell.record.label == "whole"
     assert command_line(*SWEEP, "compile=whole,eager", "repeat=cold,warm") == 1
     assert cells.titles == ["compile=whole repeat=cold", "compile=eager repeat=cold", "compile=eager repeat=warm"]
     record = json.loads(Path("sweep/1-compile=whole,repeat=warm/record.json").read_text())
@@ -88,7 +88,7 @@ def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line:
 def test_a_sweep_gone_on_with_runs_what_is_not_finished(
     command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cells.fails = lambda cell: "seed=1" in cell.entry.overrides
+    cells.fails = lambda cell: "seed=1" in cell.overrides
     assert command_line(*SWEEP, "seed=0,1,2") == 1
     said = capfd.readouterr()
     assert said.out.splitlines()[-1] == "run what failed again with: python -m trainer -m seed=0,1,2 sweep=sweep"
@@ -109,25 +109,31 @@ def test_a_sweep_gone_on_with_takes_further_cells(
     assert command_line(*SWEEP, "seed=0,1") == 0
     assert command_line("-m", "sweep=sweep", "seed=1,2") == 0
     assert cells.titles == ["seed=0", "seed=1", "seed=2"]
-    said = capfd.readouterr().out
-    assert "left alone, not part of this command: 0-seed=0" in said
-    assert "99.00" not in said, "of the run that was in the folder before"
-    assert [cell["directory"] for cell in ledger_of(Path("sweep"))["cells"]] == ["0-seed=0", "1-seed=1", "2-seed=2"]
+    assert "99.00" not in capfd.readouterr().out, "of the run that was in the folder before"
+    assert sorted(file.parent.name for file in Path("sweep").glob("*/record.json")) == [
+        *("0-seed=0", "1-seed=0", "2-seed=1", "3-seed=2"),
+    ]
 
 
 def test_finished_cells_of_other_code_run_again_and_are_named(
     command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert command_line(*SWEEP, "seed=0") == 0
-    cells.code = "commit 1111111111"
+    cells.commit = "1" * 39 + "2+dirty"
     assert command_line(*SWEEP, "seed=0") == 0
-    assert len(cells.ran) == 2
-    said = "runs again, because the code has changed since: seed=0 (commit 0000000000; now commit 1111111111)"
-    assert said in capfd.readouterr().out
+    changed = f"seed=0 (commit {'0' * 40}, now {cells.commit})"
+    assert f"runs again, because the code has changed since: {changed}" in capfd.readouterr().out
+    assert command_line(*SWEEP, "seed=0") == 0
+    assert "seed=0 (uncommitted changes)" in capfd.readouterr().out, "others, perhaps"
+    cells.commit = "3" * 40
+    for _ in range(2):
+        assert command_line(*SWEEP, "seed=0") == 0
+    assert len(cells.ran) == 4
+    assert [folder.name for folder in Path("sweep").glob("*=0")] == ["0-seed=0"]
 
 
 def test_a_cold_cell_runs_again_for_its_warm_twin(command_line: Any, cells: InstantCells) -> None:
-    cells.fails = lambda cell: cell.entry.start == "warm"
+    cells.fails = lambda cell: cell.start == "warm"
     assert command_line(*SWEEP, "repeat=cold,warm") == 1
     assert not list(Path("sweep/caches").iterdir())
     cells.ran.clear()

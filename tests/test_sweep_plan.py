@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import subprocess
 import threading
@@ -12,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from trainer.sweep.plan import (
-    Entry,
-    Ledger,
     PlannedCell,
     SweepOptions,
     again,
@@ -31,18 +28,17 @@ from trainer.telemetry.record import RunRecord
 def planned(text: str) -> PlannedCell:
     ((overrides, arm),) = with_arms(text.split(), [])
     start = next((word.partition("=")[2] for word in overrides if word.startswith("repeat=")), None)
-    entry = Entry(overrides=list(overrides), start=start)
-    return PlannedCell(entry=entry, arm=arm, job=0, record=RunRecord(task="toy"))
+    return PlannedCell(overrides=overrides, arm=arm, start=start, job=0, record=RunRecord(task="toy"))
 
 
 def texts(cells: list[PlannedCell]) -> list[str]:
-    return [" ".join(cell.entry.overrides) for cell in cells]
+    return [" ".join(cell.overrides) for cell in cells]
 
 
 def test_a_cold_cell_comes_right_before_its_warm_twin_however_they_were_asked_for() -> None:
     cells = [planned(f"repeat={start} compile={arm}") for start in ("warm", "cold") for arm in ("a", "b")]
     ordered = in_order(cells, rounds=1)
-    assert [(cell.arm, cell.entry.start) for cell in ordered] == [
+    assert [(cell.arm, cell.start) for cell in ordered] == [
         ((f"compile={arm}",), start) for arm in ("a", "b") for start in ("cold", "warm")
     ]
 
@@ -55,12 +51,11 @@ def test_arms_take_turns_within_each_seed() -> None:
 
 def test_every_cell_has_a_turn_in_each_round() -> None:
     ordered = in_order([planned("compile=a"), planned("compile=b")], rounds=3)
-    assert [(cell.arm[0][-1], cell.entry.round, cell.record.round) for cell in ordered] == [
+    assert [(cell.arm[0][-1], cell.round, cell.record.round) for cell in ordered] == [
         (arm, number, number) for number in (1, 2, 3) for arm in "ab"
     ]
     name_by_difference(ordered)
     assert ordered[-1].title == "compile=b round=3"
-    assert not any(one.entry.is_same(two.entry) for one, two in itertools.combinations(ordered, 2))
 
 
 def test_an_arm_is_a_value_of_compile_with_further_overrides() -> None:
@@ -120,18 +115,10 @@ def test_a_sweep_is_continued_by_its_own_command_and_runs_nothing_that_a_file_al
     typed = ["-m", "compile=eager,whole", "--config-dir", "mine", f"sweep={sweep}"]
     passed = expanded(typed)
     assert passed == ["-m", "compile=eager,whole", "--config-dir", "mine", f'hydra.sweep.dir="{sweep}"']
-    with pytest.raises(ValueError, match=r"no sweep\.json in it, and nothing else to run$"):
+    assert shlex.split(again(passed, sweep)) == ["python", "-m", "trainer", *typed]
+    with pytest.raises(ValueError, match=r"give the whole command; that of a sweep is in its multirun\.yaml$"):
         expanded(["-m", f"sweep={sweep}"])
-    command = again(passed, sweep)
-    assert shlex.split(command) == ["python", "-m", "trainer", *typed]
-    Ledger(command=command).save(sweep)
-    with pytest.raises(ValueError, match="give its whole command again: ") as refused:
-        expanded(["-m", f"sweep={sweep}"])
-    assert str(refused.value).endswith(command)
     assert expanded(["seed=1"]) == ["seed=1"]
-    (sweep / "sweep.json").write_text("{}")
-    with pytest.raises(ValueError, match="not a sweep of ours"):
-        expanded([f"sweep={sweep}"])
 
 
 def test_what_a_sweeper_is_to_get_is_a_figure_of_the_record() -> None:

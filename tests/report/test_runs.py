@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from scripts import compare
 from tests.report.records import record
 from trainer.report.runs import find
-from trainer.sweep.plan import Ledger
 from trainer.telemetry.record import RunRecord
 
 
@@ -90,25 +88,10 @@ def test_a_record_of_wrong_types_is_left_out_of_a_comparison_and_named(
 @pytest.mark.parametrize(
     ("content", "said"), [(b"[" * 100_000, "nested too deeply"), (b'{"task": "\xe4"}', "byte 0xe4 in position 10")]
 )
-@pytest.mark.parametrize("load", [RunRecord.load, Ledger.load])
-def test_a_file_that_is_no_text_or_nested_without_end_is_named(
-    load: Callable[[Path], object], content: bytes, said: str, tmp_path: Path
-) -> None:
-    for name in ("record.json", "sweep.json"):
-        (tmp_path / name).write_bytes(content)
+def test_a_file_that_is_no_text_or_nested_without_end_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_bytes(content)
     with pytest.raises(ValueError, match=rf"\.json: not a .*{said}"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("wrong", [{"cells": None}, {"cells": [{"number": "x"}]}, {"command": 1}])
-def test_a_sweep_of_wrong_types_is_named(wrong: dict[str, Any], tmp_path: Path) -> None:
-    ledger = Ledger(command="python -m trainer seed=1,2")
-    ledger.save(tmp_path)
-    assert Ledger.load(tmp_path) == ledger
-    file = tmp_path / "sweep.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
-    with pytest.raises(ValueError, match=r"sweep\.json: not a sweep of ours \("):
-        Ledger.load(tmp_path)
+        RunRecord.load(tmp_path)
 
 
 def test_numbers_that_are_none_are_read_as_none(tmp_path: Path) -> None:

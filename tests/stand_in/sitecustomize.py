@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from trainer.sweep import environment as code_version
+from trainer.sweep import environment
 
 FAILS, EXITS, KILLED, REFUSED, WAITS = 1, 2, 3, 4, 5
 """Seeds of runs that do not simply finish."""
@@ -72,8 +72,7 @@ def wait_for_signal(record: Any, run_dir: Path) -> None:
     (run_dir / "checkpoints" / "last.ckpt").touch()
 
 
-code_version.git_commit = lambda *_: os.environ.get("STAND_IN_COMMIT", "0" * 40)
-code_version.code_version = lambda: f"commit {code_version.git_commit()}"
+environment.git_commit = lambda *_: os.environ.get("STAND_IN_COMMIT", "0" * 40)
 module = types.ModuleType("trainer.run")
 module.run = run  # type: ignore[attr-defined]
 sys.modules["trainer.run"] = module

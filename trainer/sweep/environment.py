@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -95,17 +94,13 @@ def git_commit(root: Path = ROOT) -> str | None:
     return None
 
 
-def code_version() -> str:
-    """Versions of the packages, the commit, and a hash of what differs from it in tracked files, in one line."""
-    found = []
+def code_versions() -> dict[str, str | None]:
+    """The commit and the versions of the packages that decide what a cell measures, as its record names them."""
+    found = {"commit": git_commit()}
     for package in CODE_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    if (commit := git_commit()) is not None:
-        found.append(f"commit {commit[:10]}")
-        if commit.endswith("+dirty"):
-            found.append(f"changes {hashlib.sha256(_git('diff', 'HEAD').encode()).hexdigest()[:12]}")
-    return ", ".join(found)
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _git(*arguments: str, root: Path = ROOT) -> str:

@@ -13,9 +13,10 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from trainer.sweep import environment
-from trainer.sweep.processes import CHECKPOINT
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
+CHECKPOINT = Path("checkpoints") / "last.ckpt"
+"""Where a run leaves its checkpoint."""
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 """Environment variables of a process's rank; the first that is set counts, as in Lightning."""
 

@@ -8,10 +8,10 @@ This is Hydra's edge: it composes the cells; what happens to them is in the othe
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import re
-import shlex
 import shutil
 import statistics
 import sys
@@ -35,8 +35,6 @@ from trainer.report.runs import Run
 from trainer.settings import Peer
 from trainer.sweep.environment import CACHES_DIRECTORY, as_peer, described
 from trainer.sweep.plan import (
-    Entry,
-    Ledger,
     PlannedCell,
     SweepOptions,
     again,
@@ -44,7 +42,9 @@ from trainer.sweep.plan import (
     directory_name,
     in_order,
     name_by_difference,
+    number_of,
     quoted,
+    recorded,
     with_arms,
 )
 from trainer.sweep.processes import stopping_signals
@@ -97,12 +97,9 @@ class IsolatedLauncher(Launcher):
         """Run the cells, print their table. Raises SystemExit (128 + signal) when a signal ended the sweep."""
         directory = Path(str(self._config.hydra.sweep.dir))
         with alone(directory), stopping_signals() as signals:
-            ledger = Ledger.load(directory) or Ledger()
             command = again(sys.argv[1:], directory)
-            ledger.command = f"cd {shlex.quote(str(Path.cwd()))} && {command}"
-            cells = self._cells(job_overrides, ledger, directory)
-            ledger.save(directory)
-            sweep = Sweep(directory, cells, ledger, self._console)
+            cells = self._cells(job_overrides, directory)
+            sweep = Sweep(cells, self._console)
             sweep.run(signals)
         width = shutil.get_terminal_size().columns
         runs = [Run(cell.directory, cell.record) for cell in sweep.ended]
@@ -117,12 +114,12 @@ class IsolatedLauncher(Launcher):
 
     def _returned(self, cells: Sequence[PlannedCell]) -> JobReturn:
         """What a sweeper gets of a job: the objective (of several cells, the median), NaN where one has failed."""
-        config = self._config_of(cells[0])
+        config = self._composed[cells[0].overrides]
         figures = [getattr(cell.record, self.options.objective) for cell in cells]
         known = [float(figure) for figure in figures if isinstance(figure, int | float)]
         value = math.nan if any(cell.exit_code for cell in cells) else statistics.median(known) if known else None
         return JobReturn(
-            overrides=cells[0].entry.overrides,
+            overrides=cells[0].overrides,
             cfg=config,
             hydra_cfg=config,
             working_dir=str(cells[0].directory),
@@ -131,13 +128,13 @@ class IsolatedLauncher(Launcher):
             _return_value=value,
         )
 
-    def _cells(self, job_overrides: Sequence[Sequence[str]], ledger: Ledger, directory: Path) -> list[PlannedCell]:
-        """All cells in the order in which they run, entered into the ledger, each with directory and command.
+    def _cells(self, job_overrides: Sequence[Sequence[str]], directory: Path) -> list[PlannedCell]:
+        """All cells in the order in which they run, each with directory and command: the directory of its record, if
+        this sweep has run it before.
 
         Raises ValueError, or Hydra's own errors, for what cannot be planned or composed.
         """
         options = self.options
-        own = options.caches == "own"
         drafts = [
             self._draft(overrides, arm, job)
             for job, given in enumerate(job_overrides)
@@ -145,33 +142,36 @@ class IsolatedLauncher(Launcher):
         ]
         cells = in_order(drafts, rounds=options.rounds)
         name_by_difference(cells)
-        named: dict[tuple[object, ...], Path] = {}
+        before = recorded(directory)
+        numbers = itertools.count(max(map(number_of, directory.iterdir()), default=-1) + 1)
+        caches: dict[tuple[object, ...], Path] = {}
         for cell in cells:
-            cell.entry.number = max((entry.number for entry in ledger.cells), default=-1) + 1
-            cell.entry.directory = str(self._config_of(cell).hydra.sweep.subdir)
-            cell.entry = ledger.enter(cell.entry)
-            cell.directory = directory / cell.entry.directory
-            cell.command = self._command(cell)
-            if own or cell.entry.start is not None:  # the cold and the warm one of a pair share them
-                cell.caches = named.setdefault(cell.pair, directory / CACHES_DIRECTORY / cell.directory.name)
+            folders = before.get((*cell.record.command, cell.round), [])
+            number = number_of(folders[0]) if folders else next(numbers)
+            config = self._config_of(cell, number)
+            cell.directory = folders.pop(0) if folders else directory / config.hydra.sweep.subdir
+            cell.command = self._command(cell, config)
+            if options.caches == "own" or cell.start is not None:  # the cold and the warm one of a pair share them
+                cell.caches = caches.setdefault(cell.pair, directory / CACHES_DIRECTORY / cell.directory.name)
         return cells
 
-    def _config_of(self, cell: PlannedCell) -> DictConfig:
-        config = self._composed[tuple(cell.entry.overrides)]
+    def _config_of(self, cell: PlannedCell, number: int) -> DictConfig:
+        config = self._composed[cell.overrides]
         with open_dict(config):
-            config.hydra.job.id = str(cell.entry.number)
-            config.hydra.job.num = cell.entry.number
+            config.hydra.job.id = str(number)
+            config.hydra.job.num = number
             config.hydra.job.override_dirname = directory_name(cell.chosen)
         return config
 
     def _draft(self, overrides: tuple[str, ...], arm: tuple[str, ...], job: int) -> PlannedCell:
         config = self._composed[overrides] = self._loader.load_sweep_config(self._config, list(overrides))
-        record = self._described(config, [*flags(sys.argv[1:]), *overrides])
-        own = self.options.caches == "own"
-        if config.repeat is None and own and "cached" not in (config.compile or {}):  # whose store may make it warm
-            record.start = "cold"
-        entry = Entry(overrides=list(overrides), start=record.start)
-        return PlannedCell(entry=entry, arm=arm, job=job, record=record)
+        start = config.repeat
+        if start is None and self.options.caches == "own" and "cached" not in (config.compile or {}):
+            start = "cold"  # the store of ``cached`` may make it warm
+        words = [*flags(sys.argv[1:]), *overrides, *([f"repeat={start}"] if config.repeat != start else [])]
+        record = self._described(config, words)
+        record.start = start
+        return PlannedCell(overrides=overrides, arm=arm, words=words, job=job, start=start, record=record)
 
     def _described(self, config: DictConfig, command: list[str]) -> RunRecord:
         """The record of a cell that leaves none: as a run would begin it, or as much as a bad configuration tells."""
@@ -186,28 +186,23 @@ class IsolatedLauncher(Launcher):
                 strategies=[{"name": str(name)} for name in config.compile],
                 config=values,
                 command=command,
-                start=config.repeat,
             )
             if OmegaConf.get_type(config.run) is Peer:
                 as_peer(record, config.run.peer)
             return record
 
-    def _command(self, cell: PlannedCell) -> list[str]:
+    def _command(self, cell: PlannedCell, config: DictConfig) -> list[str]:
         """The command of one cell: ours, with the flags and Hydra overrides of the sweep."""
-        config = self._composed[tuple(cell.entry.overrides)]
         devices = config.trainer.devices or 1
         by_torchrun = OmegaConf.get_type(config.run) is Peer and devices != 1  # ours start the others themselves
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}", "-m", "trainer"]
-        start = cell.entry.start
         return [
             *([sys.executable, *torchrun] if by_torchrun else own_command()),
-            *flags(sys.argv[1:]),
+            *cell.words,
             *(override for override in self._config.hydra.overrides.hydra if not OURS.match(override)),
-            *cell.entry.overrides,
-            *([f"repeat={start}"] if config.repeat != start else []),
             # An experiment may ask for a sweep by itself; a cell never starts another one.
             "hydra.mode=RUN",
-            f"hydra.job.num={cell.entry.number}",
+            f"hydra.job.num={config.hydra.job.num}",
             f"hydra.run.dir={quoted(cell.directory.resolve())}",
         ]
 

@@ -1,7 +1,7 @@
-"""Plan: the cells of a sweep in the order in which they run, the options ``hydra.launcher.<option>=...``, the ledger.
+"""Plan: the cells of a sweep in the order in which they run, and the options ``hydra.launcher.<option>=...``.
 
-The ledger is ``sweep.json``: what a sweep planned and how far it got, so that a sweep that was killed continues. A
-command with ``sweep=DIR`` starts a sweep in ``DIR``, and continues it when it is given again.
+A command with ``sweep=DIR`` starts a sweep in ``DIR``, and continues it when it is given again: the records there say
+which cells have finished.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import fcntl
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from trainer.telemetry.files import build, read_json, write_json
+from trainer.telemetry.record import FILE_NAME as RECORD_NAME
 from trainer.telemetry.record import RunRecord
 
-FILE_NAME = "sweep.json"
 LOCK_NAME = ".sweep.lock"
-SCHEMA = 2
 OPTION = "sweep="
 SWEEP_DIRECTORY = "hydra.sweep.dir"
 """What the option is to Hydra."""
@@ -38,38 +35,22 @@ REFUSED = 2
 
 
 @dataclass(kw_only=True, slots=True)
-class Entry:
-    """One cell as it stands in the ledger: what it is, where it lies and what ran it."""
-
-    number: int = -1
-    overrides: list[str]
-    """All that its command line says."""
-    round: int | None = None
-    copy: int = 0
-    """Cells with the same overrides and round before this one."""
-    start: str | None = None
-    """``cold`` or ``warm``, see ``Config.repeat``; None where a store or the machine's caches decide."""
-    directory: str = ""
-    """Relative to the sweep's. How the cell ended stands in the record there."""
-    code: str = ""
-    """Version of the code that ran it; empty before it was started."""
-
-    def is_same(self, other: Entry) -> bool:
-        """Whether both are one cell of a sweep that continues."""
-        return (self.overrides, self.round, self.copy) == (other.overrides, other.round, other.copy)
-
-
-@dataclass(kw_only=True, slots=True)
 class PlannedCell:
     """One process of a sweep."""
 
-    entry: Entry
+    overrides: tuple[str, ...]
+    """As the sweeper and ``hydra.launcher.arms`` give them."""
     arm: tuple[str, ...]
-    """Those of its overrides that choose strategies and their options."""
+    """Those of them that choose strategies and their options."""
+    words: Sequence[str] = ()
+    """What its command line says of the run: flags of the sweep, overrides, how it starts. Its record has them too."""
     job: int
     """Index of the sweeper's job that it belongs to; arms and rounds make several cells of one job."""
     record: RunRecord
     """As far as the configuration tells it, until the cell has ended: then as its process left it, if it left one."""
+    start: str | None = None
+    """``cold`` or ``warm``, see ``Config.repeat``; None where a store or the machine's caches decide."""
+    round: int | None = None
     exit_code: int | None = None
     """Of its process, negative when a signal killed it; None until it has ended."""
     chosen: list[str] = field(default_factory=list)
@@ -86,12 +67,12 @@ class PlannedCell:
     @property
     def shared(self) -> tuple[str, ...]:
         """The overrides that a cell has in common with the other arms of its workload and seed."""
-        return tuple(each for each in self.entry.overrides if each not in self.arm and not REPEAT.match(each))
+        return tuple(each for each in self.overrides if each not in self.arm and not REPEAT.match(each))
 
     @property
     def pair(self) -> tuple[object, ...]:
         """What a cold cell and the warm one after it have in common, and no other cell."""
-        return (self.shared, self.arm, self.entry.round, self.entry.copy)
+        return (self.shared, self.arm, self.round)
 
 
 def quoted(value: object) -> str:
@@ -116,41 +97,36 @@ def in_order(cells: Sequence[PlannedCell], *, rounds: int) -> list[PlannedCell]:
 
     Raises ValueError for a warm cell without a cold one.
     """
-    seen: Counter[tuple[str, ...]] = Counter()
+    cold = {cell.pair for cell in cells if cell.start == "cold"}
     for cell in cells:
-        cell.entry.copy = seen[tuple(cell.entry.overrides)]
-        seen[tuple(cell.entry.overrides)] += 1
-    cold = {cell.pair for cell in cells if cell.entry.start == "cold"}
-    for cell in cells:
-        if cell.entry.start == "warm" and cell.pair not in cold:
+        if cell.start == "warm" and cell.pair not in cold:
             what = " ".join((*cell.shared, *cell.arm)) or "this cell"
             raise ValueError(f"repeat='warm' of {what} has no cold cell in this sweep; use repeat=cold,warm")
     workloads = list(dict.fromkeys(cell.shared for cell in cells))
     pairs = list(dict.fromkeys(cell.pair for cell in cells))
 
     def place(cell: PlannedCell) -> tuple[int, int, int]:
-        return workloads.index(cell.shared), pairs.index(cell.pair), STARTS.index(cell.entry.start)
+        return workloads.index(cell.shared), pairs.index(cell.pair), STARTS.index(cell.start)
 
     ordered = sorted(cells, key=place)
     if rounds == 1:
         return ordered
-    return [_in_round(cell, number) for number in range(1, rounds + 1) for cell in ordered]
-
-
-def _in_round(cell: PlannedCell, number: int) -> PlannedCell:
-    record = dataclasses.replace(cell.record, round=number)
-    return dataclasses.replace(cell, entry=dataclasses.replace(cell.entry, round=number), record=record)
+    return [
+        dataclasses.replace(cell, round=number, record=dataclasses.replace(cell.record, round=number))
+        for number in range(1, rounds + 1)
+        for cell in ordered
+    ]
 
 
 def name_by_difference(cells: Sequence[PlannedCell]) -> None:
     """Set ``chosen`` of each cell: the overrides that not all share (all where there is one kind of cell only) and the
     round."""
-    kinds = {tuple(cell.entry.overrides) for cell in cells}
-    shared = set() if len(kinds) == 1 else set(cells[0].entry.overrides).intersection(*kinds)
+    kinds = {cell.overrides for cell in cells}
+    shared = set() if len(kinds) == 1 else set(cells[0].overrides).intersection(*kinds)
     for cell in cells:
-        cell.chosen = [override for override in cell.entry.overrides if override not in shared]
-        if cell.entry.round is not None:
-            cell.chosen.append(f"round={cell.entry.round}")
+        cell.chosen = [override for override in cell.overrides if override not in shared]
+        if cell.round is not None:
+            cell.chosen.append(f"round={cell.round}")
 
 
 def directory_name(chosen: Sequence[str]) -> str:
@@ -189,45 +165,20 @@ class SweepOptions:
             raise ValueError("\n".join(f"hydra.launcher.{complaint}" for complaint in found))
 
 
-@dataclass(kw_only=True, slots=True)
-class Ledger:
-    """The contents of ``sweep.json``, written whole at every change."""
+def recorded(directory: Path) -> dict[tuple[object, ...], list[Path]]:
+    """Folders of the cells that have left a record in the sweep's ``directory``, by their words and round."""
+    found: dict[tuple[object, ...], list[Path]] = {}
+    for file in sorted(directory.rglob(RECORD_NAME)):
+        with contextlib.suppress(ValueError):  # not a record of ours
+            record = RunRecord.load(file)
+            found.setdefault((*record.command, record.round), []).append(file.parent)
+    return found
 
-    schema: int = SCHEMA
-    command: str = ""
-    """The shell's line that continues the sweep."""
-    cells: list[Entry] = field(default_factory=list)
 
-    @classmethod
-    def load(cls, directory: Path) -> Ledger | None:
-        """Read the sweep of ``directory``; None when there is none. Raises ValueError for a file that is not ours."""
-        file = directory / FILE_NAME
-        if not file.is_file():
-            return None
-        try:
-            values = read_json(file, "a sweep of ours")
-            if values["schema"] != SCHEMA:
-                raise ValueError(f"{file}: sweep schema {values['schema']}, this version reads {SCHEMA}")
-            ledger = build(cls, values)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{file}: not a sweep of ours ({error})") from error
-        for entry in ledger.cells:  # what lies in a cell's folder is moved and removed
-            if not (directory / entry.directory).resolve().is_relative_to(directory.resolve()):
-                raise ValueError(f"{file}: the folder {entry.directory} of a cell lies outside")
-        return ledger
-
-    def save(self, directory: Path) -> None:
-        """Write the file so that a reader sees the old one or the new one whole."""
-        write_json(directory / FILE_NAME, dataclasses.asdict(self))
-
-    def enter(self, entry: Entry) -> Entry:
-        """The entry of this cell from before, or ``entry``, which becomes one."""
-        for known in self.cells:
-            if known.is_same(entry):
-                known.start = entry.start  # another ``hydra.launcher.caches`` changes it
-                return known
-        self.cells.append(entry)
-        return entry
+def number_of(folder: Path) -> int:
+    """What its name begins with; -1 where that is not a number."""
+    found = re.match(r"\d+", folder.name)
+    return -1 if found is None else int(found[0])
 
 
 def again(arguments: Sequence[str], directory: Path) -> str:
@@ -255,19 +206,15 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with ``sweep=DIR`` as Hydra knows it.
+    """``arguments`` with ``sweep=DIR`` as Hydra knows it. Raises ValueError where nothing else is given.
 
-    Raises ValueError where nothing else is given, with the command that continues the sweep of that directory, and for
-    a directory with the runs of something else. Nothing that a file names is run unseen: it can be anyone's.
+    Nothing that a file names is run unseen: it can be anyone's.
     """
     chosen = [argument for argument in arguments if argument.startswith(OPTION)]
     if not chosen:
         return list(arguments)
     directory = Path(chosen[-1].removeprefix(OPTION)).expanduser()
     others = [argument for argument in arguments if argument not in (*chosen, "-m", "--multirun")]
-    ledger = Ledger.load(directory)
-    if others:
-        return ["-m", *others, f"{SWEEP_DIRECTORY}={quoted(directory)}"]
-    if ledger is None:
-        raise ValueError(f"{chosen[-1]}: no {FILE_NAME} in it, and nothing else to run")
-    raise ValueError(f"{chosen[-1]}: give its whole command again: {ledger.command}")
+    if not others:
+        raise ValueError(f"{chosen[-1]}: give the whole command; that of a sweep is in its multirun.yaml")
+    return ["-m", *others, f"{SWEEP_DIRECTORY}={quoted(directory)}"]

@@ -13,12 +13,10 @@ from pathlib import Path
 
 from trainer.process import handled, present_handlers
 from trainer.sweep.environment import CellEnvironment, cache_variables
-from trainer.sweep.plan import REFUSED, PlannedCell, quoted
+from trainer.sweep.plan import REFUSED, PlannedCell
 from trainer.telemetry.record import RunRecord
 
 OUTPUT_NAME = "output.txt"
-CHECKPOINT = Path("checkpoints") / "last.ckpt"
-"""Where a run leaves its checkpoint."""
 POLL_SECONDS = 0.05
 
 
@@ -31,35 +29,25 @@ def stopping_signals() -> Iterator[list[int]]:
 
 
 def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
-    """Run ``cell`` to its end, from its checkpoint where it has left one; sets its exit code and its record.
+    """Run ``cell`` to its end; sets its exit code and its record.
 
     ``signals`` are those that the sweep got, a list that grows; all are passed on.
     """
-    resumes = goes_on(cell.directory)
-    if cell.caches is not None and cell.entry.start != "warm":
-        shutil.rmtree(cell.caches, ignore_errors=True)
-    exit_code = _attempt(cell, signals, resumes=resumes)
-    if exit_code == REFUSED and resumes:  # a checkpoint that leaves nothing to do, or is not whole
-        exit_code = _attempt(cell, signals, resumes=False)
-    cell.record, cell.exit_code = _settled(cell, exit_code, signals), exit_code
-
-
-def _attempt(cell: PlannedCell, signals: Sequence[int], *, resumes: bool) -> int:
-    """Run the cell's process to its end; returns its exit code."""
-    if not resumes:
-        set_aside(cell.directory)
+    set_aside(cell.directory)
     cell.directory.mkdir(parents=True, exist_ok=True)
-    caches = cell.caches
     environment = {
         **os.environ,
-        **({} if caches is None else cache_variables(caches.resolve(), store=cell.entry.start is not None)),
-        **CellEnvironment(parent=os.getpid(), round=cell.entry.round, start=cell.entry.start).variables(),
+        **CellEnvironment(parent=os.getpid(), round=cell.round, start=cell.start).variables(),
     }
+    if cell.caches is not None:
+        if cell.start != "warm":
+            shutil.rmtree(cell.caches, ignore_errors=True)
+        environment |= cache_variables(cell.caches.resolve(), store=cell.start is not None)
     with (cell.directory / OUTPUT_NAME).open("ab") as output:
         # A process group of its own: Ctrl-C in the terminal reaches it once, through the sweep, and what it leaves
         # behind when it is killed can be killed with it.
         process = subprocess.Popen(
-            [*cell.command, *([f"resume={quoted(cell.directory.resolve())}"] if resumes else [])],
+            cell.command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -80,7 +68,7 @@ def _attempt(cell: PlannedCell, signals: Sequence[int], *, resumes: bool) -> int
     if exit_code != 0:  # processes that it started, other ranks for instance
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-    return exit_code
+    cell.record, cell.exit_code = _settled(cell, exit_code, signals), exit_code
 
 
 def _settled(cell: PlannedCell, exit_code: int, signals: Sequence[int]) -> RunRecord:
@@ -88,7 +76,6 @@ def _settled(cell: PlannedCell, exit_code: int, signals: Sequence[int]) -> RunRe
     record = loaded(cell.directory)
     if record is None:
         record = cell.record  # refused or dead before the first record
-        record.command = list(cell.entry.overrides)
     if record.status in ("failed", "interrupted") or (exit_code == 0 and record.status == "finished"):
         return record
     if signals:
@@ -117,13 +104,6 @@ def loaded(directory: Path) -> RunRecord | None:
     with contextlib.suppress(ValueError):
         return RunRecord.load(directory)
     return None
-
-
-def goes_on(directory: Path) -> bool:
-    """Whether a cell's directory holds an interrupted run and its checkpoint."""
-    record = loaded(directory)
-    interrupted = record is not None and record.status in ("interrupted", "running")
-    return interrupted and (directory / CHECKPOINT).is_file()
 
 
 def set_aside(directory: Path) -> None:

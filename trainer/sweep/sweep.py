@@ -6,7 +6,7 @@ import io
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,25 +15,17 @@ from rich.console import Console
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run
-from trainer.sweep.environment import code_version
-from trainer.sweep.plan import Ledger, PlannedCell
-from trainer.sweep.processes import goes_on, loaded, run_cell
+from trainer.sweep.environment import code_versions
+from trainer.sweep.plan import PlannedCell
+from trainer.sweep.processes import loaded, run_cell
 from trainer.telemetry.record import RunRecord
 
 
 class Sweep:
-    """Cells of one launch and the ledger that they are written to. Finds those that finished before, and says so.
+    """Runs cells in their order. Finds those that finished before, and says so."""
 
-    Args:
-        directory: The sweep's.
-        cells: In the order in which they run, each with its entry in ``ledger``, its directory and its command.
-        ledger: What was done before.
-    """
-
-    def __init__(self, directory: Path, cells: Sequence[PlannedCell], ledger: Ledger, console: Console) -> None:
-        self._directory, self._cells, self._ledger = directory, list(cells), ledger
-        self._console = console
-        self._code = code_version()
+    def __init__(self, cells: Sequence[PlannedCell], console: Console) -> None:
+        self._cells, self._console = list(cells), console
         self._look_back()
 
     @property
@@ -48,8 +40,6 @@ class Sweep:
                 return
             if not self._wants(cell):
                 continue
-            cell.entry.code = self._code
-            self._ledger.save(self._directory)
             self._print(cell, f"-> {cell.directory}")
             began = time.monotonic()
             run_cell(cell, signals)
@@ -59,11 +49,10 @@ class Sweep:
         """Whether a cell is to be run now; a warm one whose cold one failed is not, and fails."""
         if cell.exit_code is not None:
             return False
-        if cell.entry.start != "warm" or (cold := self._cold(cell)).exit_code == 0:
+        if cell.start != "warm" or (cold := self._cold(cell)).exit_code == 0:
             return True
         record, cell.exit_code = cell.record, 1
-        record.status, record.command = "failed", list(cell.entry.overrides)
-        record.reason = f"not run: its cold cell {cold.record.status}"
+        record.status, record.reason = "failed", f"not run: its cold cell {cold.record.status}"
         record.save(cell.directory)
         self._end(cell, 0.0)
         return False
@@ -84,36 +73,30 @@ class Sweep:
 
     def _look_back(self) -> None:
         """Find the cells that are finished and need not run again; say why others do."""
-        for entry in self._ledger.cells:
-            if all(entry is not cell.entry for cell in self._cells):
-                self._say(f"left alone, not part of this command: {entry.directory}")
         finished: dict[int, RunRecord] = {}
-        for cell in self._cells:
-            entry = cell.entry
+        now = code_versions()
+        for place, cell in enumerate(self._cells):
             record = loaded(cell.directory)
-            versions = f"{cell.title} ({entry.code}; now {self._code})"
-            if record is not None and record.status == "finished" and entry.code:  # else of another run in its folder
-                if entry.code == self._code:
-                    finished[entry.number] = record
-                else:
-                    self._say(f"runs again, because the code has changed since: {versions}")
-            elif entry.code != self._code and goes_on(cell.directory):
-                self._say(f"continues from a checkpoint of other code: {versions}")
-        for cell in self._cells:
-            if cell.entry.start == "warm" and cell.entry.number not in finished:
+            if record is None or record.status != "finished":
+                continue
+            if changes := changed_since(record, now):
+                self._say(f"runs again, because the code has changed since: {cell.title} ({', '.join(changes)})")
+            else:
+                finished[place] = record
+        for place, cell in enumerate(self._cells):
+            if cell.start == "warm" and place not in finished:
                 cold = self._cold(cell)
-                if finished.pop(cold.entry.number, None) is not None:
+                if finished.pop(self._cells.index(cold), None) is not None:
                     self._say(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
-        for cell in self._cells:
-            if (record := finished.get(cell.entry.number)) is not None:
-                cell.record, cell.exit_code = record, 0
+        for place, record in finished.items():
+            self._cells[place].record, self._cells[place].exit_code = record, 0
         if finished:
             self._say(f"finished before, not run again: {len(finished)} of {len(self._cells)} cells")
             for cell in self.ended:
                 self._say(f"  {cell.title}")
 
     def _cold(self, cell: PlannedCell) -> PlannedCell:
-        return next(each for each in self._cells if each.pair == cell.pair and each.entry.start == "cold")
+        return next(each for each in self._cells if each.pair == cell.pair and each.start == "cold")
 
     def _print(self, cell: PlannedCell, text: str) -> None:
         blank = "" if text.startswith(":") else " "
@@ -121,6 +104,15 @@ class Sweep:
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def changed_since(record: RunRecord, now: Mapping[str, str | None]) -> list[str]:
+    """What of the code is not ``now`` as it was for ``record``: ``torch 2.11.0, now 2.15.0``. Of files that are not
+    committed nobody knows."""
+    before = {"commit": record.git_commit} | {name: record.versions.get(name) for name in now if name != "commit"}
+    changed = {name: was for name, was in before.items() if was is not None and was != now[name]}
+    found = [f"{name} {was}, now {now[name]}" for name, was in changed.items()]
+    return [*found, *(["uncommitted changes"] if (record.git_commit or "").endswith("+dirty") else [])]
 
 
 def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, width: int) -> str:

@@ -343,7 +343,7 @@ class RunRecord:
 
     def save(self, directory: str | Path) -> Path:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
-        # Not above: the command line reads sweep.json first, and then makes sure that this package is ours.
+        # Not above: the command line plans a sweep first, and then makes sure that this package is ours.
         from strategies.credentials import without_credentials
 
         return write_json(Path(directory) / FILE_NAME, without_credentials(dataclasses.asdict(self)), default=str)
