@@ -83,20 +83,21 @@ def import_beside(modules: Sequence[str]) -> threading.Thread:
     what the first compile would do."""
 
     def run() -> None:
+        frozen = bool(gc.get_freeze_count())  # counts all there is, with Python's lock: never for each of them
         before = sys.getswitchinterval()
         sys.setswitchinterval(GIVES_WAY_SECONDS / 2)  # for as long may a step wait for Python's lock
         try:
             for name in modules:
                 if name not in sys.modules:
                     # Comes up again, with its reason, where it is needed.
-                    with uncounted(), contextlib.suppress(Exception):
+                    with uncounted(frozen=frozen), contextlib.suppress(Exception):
                         importlib.import_module(name)
                     time.sleep(GIVES_WAY_SECONDS)
-            with uncounted():
+            with uncounted(frozen=frozen):
                 _warm_up()
         finally:
             sys.setswitchinterval(before)
-        if gc.get_freeze_count():  # in a process of our own: no full collection visits all of this in a step
+        if frozen:  # in a process of our own: no full collection visits all of this in a step
             gc.freeze()
 
     thread = threading.Thread(target=run, name="import-inductor", daemon=True)
@@ -118,14 +119,14 @@ def collected_later() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncounted() -> Iterator[None]:
+def uncounted(*, frozen: bool) -> Iterator[None]:
     """As ``collected_later``, and what is made inside makes no full collection due: each would hold Python's lock, and
-    so a step that trains, for as long as it takes to visit all there is."""
+    so a step that trains, for as long as it takes to visit all there is. ``frozen``: whether the heap is frozen."""
     with collected_later():
         try:
             yield
         finally:
-            if not gc.get_freeze_count():  # else what is frozen already would come back
+            if not frozen:  # else what is frozen already would come back
                 gc.freeze()  # the two together move all objects to the oldest generation, in no time
                 gc.unfreeze()
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 from types import SimpleNamespace
 
 import pytest
@@ -96,7 +97,7 @@ def test_what_is_made_uncounted_is_old_at_once_and_nothing_frozen_thaws(frozen: 
         if frozen:
             gc.freeze()
         before = gc.get_freeze_count()
-        with prepare.uncounted():
+        with prepare.uncounted(frozen=frozen):
             assert not gc.isenabled()
             made = [[] for _ in range(5_000)]  # type: ignore[var-annotated]
         assert gc.isenabled()
@@ -106,6 +107,18 @@ def test_what_is_made_uncounted_is_old_at_once_and_nothing_frozen_thaws(frozen: 
         assert before - 1_000 < gc.get_freeze_count() <= before
     finally:
         gc.freeze()  # as tests/conftest.py left it
+
+
+def test_an_import_beside_a_training_counts_what_is_frozen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock(wraps=gc.get_freeze_count)
+    monkeypatch.setattr(gc, "get_freeze_count", asked)
+    monkeypatch.setattr(prepare, "_warm_up", lambda: None)
+    names = ["wave", "colorsys", "this_is_no_module"]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    prepare.import_beside(names).join()
+    assert asked.call_count == 1
+    assert {"wave", "colorsys"} <= sys.modules.keys()
 
 
 @pytest.mark.slow
