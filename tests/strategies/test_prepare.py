@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import Mock
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch._inductor.cpu_vec_isa
