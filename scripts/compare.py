@@ -11,23 +11,21 @@ has paid back, memory, and a verdict. --markdown and --json have all other figur
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from scripts.arguments import at_least, exit_code, parser, sort_runs_and_steps
 from trainer.report import tables
-from trainer.report.comparison import WorkloadComparison, compare_runs
+from trainer.report.comparison import Row, WorkloadComparison, compare_runs
 from trainer.report.flags import BUSY
-from trainer.report.runs import LOOSE, find
-from trainer.telemetry.files import printable, written_whole
+from trainer.report.runs import arm_of, find, workload_of
+from trainer.report.statistics import Ratio
+from trainer.telemetry.files import written_whole
 
 ABOUT = """\
 ~ no difference is shown; ± half of the range over the runs. docs/comparing.md says how each figure is made.
@@ -36,7 +34,7 @@ what is trained, with overrides: crucible train -m compile=eager,regional,whole 
 has (crucible train --help); compile= with other values, or hydra.launcher.arms=[...], replaces the three.
 
 Exit codes: 0 compared, 1 a training failed or an arm is worse than in --against, 2 refused (wrong arguments, no
-records, runs that are unlike).
+records).
 """
 OVERRIDE = re.compile(r"[+~]*[\w./@]+=")
 """What an override begins with; a folder may, too, where Hydra has named it."""
@@ -67,8 +65,6 @@ def compared(options: argparse.Namespace) -> int:
     runs = find(options.runs, unreadable=lambda reason: print(f"left out: {reason}", file=sys.stderr))
     comparisons = compare_runs(runs, baseline=options.baseline, at_steps=sorted(set(options.steps)))
     scaled = tables.scalings(runs)
-    if not options.allow_unlike:
-        refuse_unlike(comparisons)
     if options.markdown is not None:
         write(options.markdown, tables.markdown(comparisons, scaled))
     if options.json is not None:
@@ -83,7 +79,8 @@ def compared(options: argparse.Namespace) -> int:
                 console.print(line, markup=False, soft_wrap=True)
     if options.against is None:
         return 0
-    moved = against(comparisons, options.against, options.tolerance)
+    earlier = compare_runs(find([options.against]), baseline=options.baseline)
+    moved = against(comparisons, earlier, options.tolerance)
     print("\n".join(drift_lines(moved)), file=sys.stderr if alone else sys.stdout)
     return int(any(verdict(moves) == WORSE.lower() for moves in moved.values()))
 
@@ -98,29 +95,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", nargs="+", default=[], metavar="N", help=steps_help)
     for kind in ("markdown", "json"):
         add(f"--{kind}", metavar="FILE", help=f"also write {kind} there; - = to the output, alone (default: nowhere)")
-    against_help = (
-        "what --json wrote of earlier runs: in which arms did ratio, graphs or breaks move? (default: nothing)"
-    )
-    add("--against", type=Path, metavar="FILE", help=against_help)
+    against_help = "earlier runs: in which of their arms did ratio, graphs or breaks move? (default: nothing)"
+    add("--against", metavar="RUN", help=against_help)
     tolerance_help = "by how much the ratio may differ from it (default: %(default)g)"
     add("--tolerance", type=at_least(0), default=TOLERANCE, metavar="SHARE", help=tolerance_help)
-    unlike_help = "compare runs of other devices, versions or precisions too (default: refused)"
-    add("--allow-unlike", action="store_true", help=unlike_help)
     options = made.parse_args(arguments)
     sort_runs_and_steps(options)
     if options.markdown == options.json == "-":
         made.error("only one of --markdown and --json can be -")
     return options
-
-
-def refuse_unlike(comparisons: Sequence[WorkloadComparison]) -> None:
-    """Raise ValueError when runs of a workload differ in what decides their speed."""
-    for found in comparisons:
-        if found.unlike:
-            raise ValueError(
-                f"runs of {found.workload} are unlike: {'; '.join(found.unlike)}. Name the runs that belong together, "
-                "or use --allow-unlike"
-            )
 
 
 def write(target: str, text: str) -> None:
@@ -133,30 +116,49 @@ def write(target: str, text: str) -> None:
     print(f"wrote {target}", file=sys.stderr)
 
 
-# ---- drift: has a strategy become slower? The file is what ``--json FILE`` wrote of earlier runs -------------------
+# ---- drift: has a strategy become slower? ---------------------------------------------------------------------------
 
 TOLERANCE = 0.03
 """By how much a ratio may differ, relatively, beyond its noise."""
-NO_WORKLOAD = frozenset({"task", "compile", "repeat", "resume", "peer", "seed"}) | LOOSE
-"""Overrides that do not tell one workload from another; the task is named by itself."""
 WORSE, BETTER, NOT_JUDGED = "WORSE", "better", "not judged"
 Moves = list[tuple[str, str]]
 """What is to be said of an arm: its kind, and ``ratio 1.500x (1.480 to 1.520) -> 1.400x (1.390 to 1.410)``."""
 
 
-def against(comparisons: Sequence[WorkloadComparison], file: Path, tolerance: float) -> dict[str, Moves | None]:
-    """What moved of each arm of ``file``; None for one that ``comparisons`` lack.
+def against(
+    comparisons: Sequence[WorkloadComparison], earlier: Sequence[WorkloadComparison], tolerance: float
+) -> dict[str, Moves | None]:
+    """What moved of each arm of ``earlier``, baselines left out; None for one that ``comparisons`` lack.
 
-    Raises ValueError when the file is not one of ours, is of another machine, or has no arm that was measured now.
+    Raises ValueError where they are of another machine, or have no arm in common.
     """
-    then, now = _arms(_loaded(file)), _arms(json.loads(tables.as_json(comparisons)))
-    if not any(name in now for name in then):
-        raise ValueError(f"none of these runs is of an arm of {file}")
-    for name, before in then.items():
-        for what in ("device", "processor"):
-            if name in now and before[what] != now[name][what]:
-                raise ValueError(f"{file} was measured on {before[what]}, and these runs on {now[name][what]}")
-    return {name: drift(before, now[name], tolerance) if name in now else None for name, before in then.items()}
+    now = {_identity(row): (found, row) for found in comparisons for row in found.rows}
+    moved: dict[str, Moves | None] = {}
+    for found in earlier:
+        for row in found.rows:
+            if row is found.baseline_row:
+                continue
+            measured = now.get(_identity(row))
+            moved[f"{found.workload} {row.cell.arm}"] = (
+                None if measured is None else _moves(found, row, *measured, tolerance)
+            )
+    if all(moves is None for moves in moved.values()):
+        raise ValueError("none of these runs is of an arm of --against")
+    return moved
+
+
+def _identity(row: Row) -> tuple[object, ...]:
+    record = row.cell.runs[0].record
+    return workload_of(record), arm_of(record)
+
+
+def _moves(then: WorkloadComparison, before: Row, found: WorkloadComparison, row: Row, tolerance: float) -> Moves:
+    for was, is_now in ((then.device, found.device), (then.processor, found.processor)):
+        if was != is_now:
+            raise ValueError(f"--against was measured on {was}, and these runs on {is_now}")
+    flags = [flag for one in (found, then) for each in (one.rows[0], before, row) for flag in each.flags]
+    busy = next((flag for flag in flags if flag.startswith(BUSY)), None)
+    return drift(before, row, tolerance, busy=busy)
 
 
 def drift_lines(arms: Mapping[str, Moves | None]) -> list[str]:
@@ -177,42 +179,14 @@ def verdict(moves: Moves | None) -> str:
     return "not measured" if moves is None else found
 
 
-def _loaded(file: Path) -> list[dict[str, Any]]:
-    try:
-        found: list[dict[str, Any]] = printable(json.loads(file.read_text(encoding="utf-8")))
-        _arms(found)
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}; crucible compare RUNS --json {file} makes one") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file}: not what crucible compare --json writes ({error})") from error
-    return found
-
-
-def _arms(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Rows by the name of workload and arm, baselines left out; each with its workload's device."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in comparisons:
-        conditions = {name: one[name] for name in ("device", "processor")}
-        base = [row for row in one["rows"] if row["arm"] == one["baseline"]]
-        for row in one["rows"]:
-            if row not in base:
-                words = [word for word in shlex.split(row["command"]) if "=" in word]
-                names = {word: word.lstrip("+~").partition("=")[0] for word in words}
-                apart = ("compile.", "hydra", "-")
-                own = sorted(word for word in words if names[word] not in NO_WORKLOAD and not word.startswith(apart))
-                flags = [flag for each in (row, *base) for flag in each["flags"]]
-                found[" ".join([one["task"], *own, row["arm"]])] = row | conditions | {"flags": flags}
-    return found
-
-
-def drift(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float = TOLERANCE) -> Moves:
-    """What moved between two rows of one arm."""
-    if now["runs_failed"]:
-        return [(WORSE, f"{now['runs_failed']} of its runs failed")]
-    busy = next((flag for row in (now, before) for flag in row["flags"] if flag.startswith(BUSY)), None)
-    found = _ratio_moved(before, now, tolerance) if busy is None else [(NOT_JUDGED, f"ratio: {busy}")]
-    for name in ("graphs", "graph_breaks", "recompiles"):  # the same in every run of the same code
-        old, new = before[name], now[name]
+def drift(before: Row, now: Row, tolerance: float = TOLERANCE, *, busy: str | None = None) -> Moves:
+    """What moved between two rows of one arm. Counts are the same in every run of the same code; ratios are not judged
+    where the machine was ``busy``."""
+    if now.cell.failed:
+        return [(WORSE, f"{len(now.cell.failed)} of its runs failed")]
+    found = [(NOT_JUDGED, f"ratio: {busy}")] if busy else _ratio_moved(before.ratio, now.ratio, tolerance)
+    for name in ("graphs", "graph_breaks", "recompiles"):
+        old, new = getattr(before, name), getattr(now, name)
         if old is not None and old != new:
             # Fewer graphs are not better: less may have been compiled.
             kind = NOT_JUDGED if new is None else WORSE if name == "graphs" or new > old else BETTER
@@ -220,22 +194,21 @@ def drift(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float = 
     return found
 
 
-def _ratio_moved(before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float) -> Moves:
+def _ratio_moved(old: Ratio | None, new: Ratio | None, tolerance: float) -> Moves:
     """The ratio moved when it did by more than the tolerance, and the two intervals are apart."""
-    old, new = before["ratio"], now["ratio"]
     if old is None:
         return []
     if new is None:
-        return [(WORSE, f"ratio was {old:.3f}x, and is not known now")]
-    if abs(new - old) <= tolerance * old:
+        return [(WORSE, f"ratio was {old.value:.3f}x, and is not known now")]
+    if abs(new.value - old.value) <= tolerance * old.value:
         return []
-    (low, high), (new_low, new_high) = ((row["ratio_low"], row["ratio_high"]) for row in (before, now))
-    if None in (low, high, new_low, new_high):
+    if old.low is None or old.high is None or new.low is None or new.high is None:
         return [(NOT_JUDGED, "ratio: single runs do not show their noise; repeat with hydra.launcher.rounds=3")]
-    move = f"ratio {old:.3f}x ({low:.3f} to {high:.3f}) -> {new:.3f}x ({new_low:.3f} to {new_high:.3f})"
-    if new_low <= high and new_high >= low:
+    texts = [f"{one.value:.3f}x ({one.low:.3f} to {one.high:.3f})" for one in (old, new)]
+    move = f"ratio {' -> '.join(texts)}"
+    if new.low <= old.high and new.high >= old.low:
         return [(NOT_JUDGED, f"{move} is within the noise; more rounds or steps would show it")]
-    return [(WORSE if new < old else BETTER, move)]
+    return [(WORSE if new.value < old.value else BETTER, move)]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.compare import _loaded
 from scripts.doctor import OK, WARNING, place
 from strategies.cached.store import read_key
 from strategies.errors import one_line
@@ -146,19 +145,13 @@ def test_a_foreign_record_cannot_speak_to_the_terminal(tmp_path: Path, capfd: py
     broken = tmp_path / f"d{ESCAPES[:-1]}"
     broken.mkdir()
     (broken / "record.json").write_text("{}")
-    assert main([str(tmp_path), "--allow-unlike"]) == 0
+    assert main([str(tmp_path)]) == 0
     told = capfd.readouterr()
     everything = told.out + told.err + tables.markdown(compare(find([tmp_path], unreadable=lambda reason: None)))
     assert not set(ESCAPES) & set(everything) - set("0;title[2J31m]")
     assert "\nverdict: forged" not in everything
     assert "mine]0;title[2J31m verdict: forged" in told.out
     assert "left out: " in told.err
-
-
-def test_foreign_references_are_read_without_control_characters(tmp_path: Path) -> None:
-    kept = {"workload": "mine", "device": f"H200{ESCAPES}", "processor": None, "versions": {}, "rows": []}
-    (tmp_path / "kept.json").write_text(json.dumps([kept | {"baseline": "eager", "task": "mine"}]))
-    assert _loaded(tmp_path / "kept.json")[0]["device"] == "H200]0;title[2J31m"
 
 
 @pytest.mark.parametrize("command", [["trainer", "seed=x"], ["scripts.compare", "nothing"]], ids=lambda each: each[0])

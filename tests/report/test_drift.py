@@ -1,8 +1,7 @@
-"""``crucible compare --against FILE``: what counts as moved since ``--json FILE``, what is refused, and exit codes."""
+"""``crucible compare --against RUN``: what counts as moved since these runs, what is refused, and exit codes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,24 @@ import pytest
 from scripts import compare
 from scripts.compare import TOLERANCE, drift, main
 from tests.report.records import record, save
+from trainer.report.comparison import Row
+from trainer.report.published import publish
+from trainer.report.runs import Cell, Run
+from trainer.report.statistics import Ratio
 from trainer.telemetry.machine import MachineFacts
 
 HOST = "AMD EPYC 9654"
 
 
-def row(**figures: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {"ratio": 1.5, "ratio_low": 1.48, "ratio_high": 1.52, "flags": []}
-    names = ("graphs", "graph_breaks", "recompiles")
-    return {**dict.fromkeys(names), "runs_failed": 0, **given, **figures}
+CELL = Cell(workload="captioning", arm="regional")
 
 
-def span(name: str, value: float, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-    return {name: value, f"{name}_low": low, f"{name}_high": high}
+def row(*, low: float | None = 1.48, high: float | None = 1.52, value: float | None = 1.5, **counts: Any) -> Row:
+    ratio = None if value is None else Ratio(value, low, high, 3, "faster")
+    return Row(cell=CELL, ratio=ratio, **counts)
 
 
-def verdict(before: dict[str, Any], now: dict[str, Any], tolerance: float = TOLERANCE) -> str:
+def verdict(before: Row, now: Row, tolerance: float = TOLERANCE) -> str:
     return compare.verdict(drift(before, now, tolerance))
 
 
@@ -44,19 +45,17 @@ def night(directory: Path, rate: float, *, host: str = HOST, graphs: int = 8, ar
 
 @pytest.fixture
 def reference(tmp_path: Path) -> list[str]:
-    """Arguments for a file in which regional is 1.5 times as fast as eager."""
-    file = tmp_path / "drift.json"
-    assert main([night(tmp_path / "first", 15.0), "--json", str(file)]) == 0
-    return ["--against", str(file)]
+    """Arguments for runs in which regional is 1.5 times as fast as eager."""
+    return ["--against", night(tmp_path / "first", 15.0)]
 
 
 @pytest.mark.parametrize(
     ("rate", "graphs", "code", "said"),
     [
         (15.05, 8, 0, "1 arm: none moved"),
-        (13.0, 8, 1, "WORSE: captioning experiment=gpt2 regional: ratio 1.500x (1.463 to 1.538) -> 1.300x"),
-        (18.0, 8, 0, "better: captioning experiment=gpt2 regional: ratio 1.500x"),
-        (15.0, 9, 1, "WORSE: captioning experiment=gpt2 regional: graphs 8 -> 9"),
+        (13.0, 8, 1, "WORSE: captioning regional: ratio 1.500x (1.463 to 1.538) -> 1.300x"),
+        (18.0, 8, 0, "better: captioning regional: ratio 1.500x"),
+        (15.0, 9, 1, "WORSE: captioning regional: graphs 8 -> 9"),
     ],
 )
 def test_exit_code_and_lines_say_what_moved(
@@ -81,27 +80,18 @@ def test_runs_of_another_machine_or_of_no_arm_of_the_file_are_refused(
     assert "none of these runs is of an arm of" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '[{"rows": 1}]', '{"schema": 2}', None])
-def test_a_file_that_is_none_of_ours_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
-) -> None:
-    file = tmp_path / "drift.json"
-    if text is not None:
-        file.write_text(text)
-    assert main([night(tmp_path / "runs", 15.0), "--against", str(file)]) == 2
-    said = "not what crucible compare --json writes" if text is not None else "--json"
-    assert said in capsys.readouterr().err
-
-
 def test_an_arm_that_was_not_run_is_reported(
     reference: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = Path(reference[1])
-    kept = json.loads(file.read_text())
-    kept[0]["rows"].append({**kept[0]["rows"][1], "arm": "whole"})
-    file.write_text(json.dumps(kept))
+    night(tmp_path / "first" / "more", 15.0, arm="whole")
     assert main([night(tmp_path / "second", 15.0), *reference]) == 0
-    assert "not measured: captioning experiment=gpt2 whole\n2 arms: 1 not measured" in capsys.readouterr().out
+    assert "not measured: captioning whole\n2 arms: 1 not measured" in capsys.readouterr().out
+
+
+def test_published_records_are_runs_to_compare_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish([night(tmp_path / "first", 15.0)], tmp_path / "kept.jsonl")
+    assert main([night(tmp_path / "second", 15.0), "--against", str(tmp_path / "kept.jsonl")]) == 0
+    assert "1 arm: none moved" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -116,9 +106,10 @@ def test_an_arm_that_was_not_run_is_reported(
     ],
 )
 def test_a_ratio_moved_when_it_did_by_more_than_tolerance_and_both_noises(now: Any, expected: str) -> None:
-    assert verdict(row(), row(**span("ratio", *now))) == expected
-    if now[0] == 1.40:
-        assert verdict(row(), row(**span("ratio", *now)), 0.07) == "same", "the tolerance is the user's"
+    value, low, high = now
+    assert verdict(row(), row(value=value, low=low, high=high)) == expected
+    if value == 1.40:
+        assert verdict(row(), row(value=value, low=low, high=high), 0.07) == "same", "the tolerance is the user's"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +128,8 @@ def test_counts_are_compared_exactly(name: str, before: Any, now: Any, expected:
 
 
 def test_an_arm_that_failed_is_worse() -> None:
-    assert drift(row(), row(runs_failed=2)) == [("WORSE", "2 of its runs failed")]
+    failed = Cell(workload="captioning", arm="regional", failed=[Run(Path(), record("regional"))] * 2)
+    assert drift(row(), Row(cell=failed)) == [("WORSE", "2 of its runs failed")]
 
 
 def test_the_ratio_of_a_busy_machine_is_not_judged(
@@ -149,6 +141,4 @@ def test_the_ratio_of_a_busy_machine_is_not_judged(
     for one in records:
         one.command = ["experiment=gpt2", f"compile={one.label}"]
     assert main([str(save(records, tmp_path / "busy")), *reference]) == 0
-    assert "not judged: captioning experiment=gpt2 regional: ratio: measured while the machine was busy" in (
-        capsys.readouterr().out
-    )
+    assert "not judged: captioning regional: ratio: measured while the machine was busy" in (capsys.readouterr().out)

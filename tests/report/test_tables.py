@@ -101,7 +101,7 @@ def test_markdown_has_as_many_cells_in_every_line_and_the_commands(both: list[Wo
         assert all(row.cell.command in text for row in found.rows)
 
 
-def test_json_is_strict_and_says_never_for_what_never_pays_back() -> None:
+def test_json_is_strict_and_has_nothing_for_what_never_pays_back() -> None:
     slower = [record("whole", step_seconds=0.2, warmup_seconds=9.0, round=number, start="cold") for number in range(2)]
     eager = [record("eager", warmup_seconds=1.0, round=number, start="cold") for number in range(2)]
     (found,) = compared([*eager, *slower])
@@ -111,8 +111,8 @@ def test_json_is_strict_and_says_never_for_what_never_pays_back() -> None:
         raise AssertionError(constant)
 
     (written,) = json.loads(tables.as_json([found]), parse_constant=refuse)
-    assert written["rows"][1]["break_even_steps"] == "never"
-    assert written["rows"][0]["break_even_steps"] is None
-    assert written["rows"][1]["runs"] == ["2", "3"]
+    assert written["rows"][1]["break_even_steps"] is None
+    assert written["rows"][1]["ratio"]["verdict"] == "slower"
+    assert written["rows"][1]["runs"]["cold"] == ["2", "3"]
     assert written["verdict"] == found.verdict
     assert decision(found)["pays back after steps"] == [ABSENT, "never"]

@@ -166,11 +166,7 @@ def group(runs: Sequence[Run]) -> list[Cell]:
     """The cells of ``runs``: workloads in the order in which their first runs come, arms of each likewise."""
     workloads: dict[tuple[str, ...], dict[tuple[str, ...], list[Run]]] = {}
     for run in runs:
-        record = run.record
-        settings = sorted(f"{name}={value}" for name, value in fixed_settings(record).items())
-        arms = workloads.setdefault((record.task, *settings), {})
-        parameters = sorted(f"{name}={value}" for name, value in _parameters(record).items())
-        arms.setdefault((record.label, *parameters), []).append(run)
+        workloads.setdefault(workload_of(run.record), {}).setdefault(arm_of(run.record), []).append(run)
     firsts = [next(iter(arms.values()))[0].record for arms in workloads.values()]
     cells: list[Cell] = []
     for workload, arms in zip(_workload_names(firsts), workloads.values(), strict=True):
@@ -185,6 +181,16 @@ def group(runs: Sequence[Run]) -> list[Cell]:
                 (places.get(start or "", cell.others) if finished else cell.failed).append(run)
             cells.append(cell)
     return cells
+
+
+def workload_of(record: RunRecord) -> tuple[str, ...]:
+    """What the records of one workload share."""
+    return (record.task, *sorted(f"{name}={value}" for name, value in fixed_settings(record).items()))
+
+
+def arm_of(record: RunRecord) -> tuple[str, ...]:
+    """What the records of one arm share."""
+    return (record.label, *sorted(f"{name}={value}" for name, value in _parameters(record).items()))
 
 
 def fixed_settings(record: RunRecord) -> dict[str, str]:

@@ -10,13 +10,14 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.report.comparison import Row, WorkloadComparison
 from trainer.report.flags import DECISIVE_VERSIONS, deciding, step_seconds
-from trainer.report.runs import Run, fixed_settings, set_parameters
+from trainer.report.runs import Cell, Run, fixed_settings, set_parameters
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
+from trainer.telemetry.files import finite
 from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
@@ -282,32 +283,24 @@ def _escaped(text: str) -> str:
 
 
 def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
-    """A list of workloads with their rows, the folders of their runs, crossings and verdict."""
+    """The comparisons with their rows; of an arm its name, its command and the folders of its runs. What has no number,
+    and the step at which nothing ever pays back, is null."""
     names = ("workload", "task", "device", "processor", "baseline", "start", "verdict", "unlike")
-    values = [
+    plain = [
         {name: getattr(found, name) for name in names}
-        | {"crossings": [asdict(crossing) for crossing in found.crossings], "rows": list(map(_plain, found.rows))}
+        | {"crossings": list(map(asdict, found.crossings)), "rows": list(map(_plain, found.rows))}
         for found in comparisons
     ]
-    return json.dumps(values, indent=1, allow_nan=False)
+    return json.dumps(finite(plain), indent=1, allow_nan=False)
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    """The row's figures by name, units in the names; None where there is none, ``never`` for what never pays back."""
-    figures: dict[str, Any] = {"arm": row.cell.arm, "command": row.cell.command}
-    for name in ("cold", "warm", "others", "failed"):
-        figures[f"runs_{name.removesuffix('s')}"] = len(getattr(row.cell, name))
-    for name, value in ((one.name, getattr(row, one.name)) for one in fields(row)):
-        if isinstance(value, Estimate):
-            figures |= {name: value.median, f"{name}_low": value.low, f"{name}_high": value.high}
-        elif name == "total_seconds":
-            figures |= {f"{name}_at_{steps}": seconds for steps, seconds in value.items()}
-        elif name == "ratio":
-            figures[name] = getattr(value, "value", None)
-            figures |= {f"ratio_{part}": getattr(value, part, None) for part in ("low", "high", "pairs", "verdict")}
-        elif name not in ("cell", "cost"):
-            figures[name] = "never" if value == math.inf else value
-    return figures | {"runs": [str(run.directory) for run in row.cell.runs]}
+    cell = row.cell
+    runs = {kind: [str(run.directory) for run in getattr(cell, kind)] for kind in ("cold", "warm", "others", "failed")}
+    figures = {
+        name: value for name, value in asdict(replace(row, cell=Cell(workload="", arm=""))).items() if name != "cell"
+    }
+    return {"arm": cell.arm, "command": cell.command, "runs": runs, **figures}
 
 
 # ---- scaling: one training on several numbers of devices -------------------------------------------------------------
