@@ -114,7 +114,7 @@ def described(config: Config, command: list[str]) -> RunRecord:
     which caches and in which round of a sweep."""
     from strategies.compose import ordered
     from strategies.credentials import without_credentials
-    from trainer.settings import Peer
+    from trainer.settings import PEER, Peer
 
     cell = current()
     record = RunRecord(
@@ -125,17 +125,10 @@ def described(config: Config, command: list[str]) -> RunRecord:
         round=None if cell is None else cell.round,
         **origin(ordered(config.compile.values()), command),
     )
-    if isinstance(config.run, Peer):
-        as_peer(record, config.run.peer)
+    if isinstance(config.run, Peer):  # an arm of the same workload as our training
+        record.config["run"] = {}
+        record.strategies, record.label = [{"name": PEER, "arm": config.run.peer}], f"{PEER} {config.run.peer}"
     return record
-
-
-def as_peer(record: RunRecord, name: str) -> None:
-    """Make it that of a peer: an arm of the same workload as our training."""
-    from trainer.settings import PEER
-
-    record.config["run"] = {}
-    record.strategies, record.label = [{"name": PEER, "arm": name}], f"{PEER} {name}"
 
 
 def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = ROOT) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.plugins import Plugins
@@ -30,10 +30,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 import __main__
-from trainer.config import strategy_names, task_name, to_config
+from trainer.config import to_config
 from trainer.report.runs import Run
 from trainer.settings import Peer
-from trainer.sweep.environment import CACHES_DIRECTORY, as_peer, described
+from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.plan import (
     PlannedCell,
     SweepOptions,
@@ -49,7 +49,6 @@ from trainer.sweep.plan import (
 )
 from trainer.sweep.processes import stopping_signals
 from trainer.sweep.sweep import Sweep, summarize
-from trainer.telemetry.record import RunRecord
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
 """Name that this module has in ``hydra.launcher._target_``."""
@@ -169,27 +168,10 @@ class IsolatedLauncher(Launcher):
         if start is None and self.options.caches == "own" and "cached" not in (config.compile or {}):
             start = "cold"  # the store of ``cached`` may make it warm
         words = [*flags(sys.argv[1:]), *overrides, *([f"repeat={start}"] if config.repeat != start else [])]
-        record = self._described(config, words)
+        bare = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        record = described(to_config(bare), words)
         record.start = start
         return PlannedCell(overrides=overrides, arm=arm, words=words, job=job, start=start, record=record)
-
-    def _described(self, config: DictConfig, command: list[str]) -> RunRecord:
-        """The record of a cell that leaves none: as a run would begin it, or as much as a bad configuration tells."""
-        bare = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        try:
-            return described(to_config(bare), command)
-        except ValueError:
-            values: Any = OmegaConf.to_container(bare, resolve=False, enum_to_str=True)
-            record = RunRecord(
-                task=task_name(config.task),
-                label=strategy_names(config.compile),
-                strategies=[{"name": str(name)} for name in config.compile],
-                config=values,
-                command=command,
-            )
-            if OmegaConf.get_type(config.run) is Peer:
-                as_peer(record, config.run.peer)
-            return record
 
     def _command(self, cell: PlannedCell, config: DictConfig) -> list[str]:
         """The command of one cell: ours, with the flags and Hydra overrides of the sweep."""
