@@ -120,10 +120,6 @@ class Loop(Protocol):
         """What is trained."""
 
     @property
-    def wrapped(self) -> nn.Module | None:
-        """``module``, or what its framework wrapped it in for several processes."""
-
-    @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """In the loop's order, with their restored state."""
 

@@ -59,10 +59,6 @@ class LightningLoop(Processes):
         return self._module
 
     @property
-    def wrapped(self) -> torch.nn.Module | None:
-        return self._trainer.strategy.model
-
-    @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._trainer.optimizers
 
@@ -209,7 +205,7 @@ class LightningLoop(Processes):
 
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
         results = self._trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
-        model: Any = self.wrapped
+        model: Any = self._trainer.strategy.model
         with contextlib.ExitStack() as kept:
             if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # its note to synchronise buffers
                 kept.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)

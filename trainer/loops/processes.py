@@ -230,7 +230,6 @@ class OneProcess:
     world_size = 1
     is_first_process = True
     capture_warmup_steps = 0
-    wrapped: nn.Module | None = None
     _observers: list[tuple[Callable[[Mapping[str, Any]], None], Callable[[Tensor | None], None]]]
     """Of each training step."""
     _fetching: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)

@@ -74,6 +74,9 @@ class Work:
 class PeerLoop(PlainLoop):
     """A loop without Lightning, as people write it; ``fit`` is measured as our own runs are."""
 
+    wrapped: nn.Module | None = None
+    """The training step within what several processes train together by."""
+
     def __init__(self, work: Work, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
         settings = work.config.trainer
         super().__init__(

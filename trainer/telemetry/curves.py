@@ -7,12 +7,10 @@ that nothing waits.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 from trainer.telemetry import meter
 from trainer.telemetry.compiler import CompilerMonitor
@@ -147,34 +145,3 @@ def compiler_points(monitor: CompilerMonitor) -> Points:
     names = ("compile_seconds", "graphs", "graph_breaks", "recompiles", "cache_hits", "cache_misses")
     figures = monitor.figures()
     return {f"warmup/{name}": getattr(figures, name) for name in names}
-
-
-# ---- several processes ------------------------------------------------------------------------------------------
-
-_FIRST_SAMPLES = 10
-"""Iterations that DDP times one by one, most of them warm-up; after these it times every hundredth."""
-_SAMPLES = 101
-
-
-class ExposedCommunication:
-    """Seconds that a step waits for collectives after its backward is through, by the timers that DDP reads every
-    hundredth step anyway. There is none where the steps are not DDP's own, in a replayed CUDA graph for instance."""
-
-    def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=_SAMPLES)
-        self._seen = _FIRST_SAMPLES
-
-    @property
-    def median_seconds(self) -> float | None:
-        """Over all samples; None without any."""
-        return statistics.median(self._samples) if self._samples else None
-
-    def look(self, model: nn.Module | None) -> None:
-        """Take the newest sample of ``model`` in, if there is a new one; this does not wait for the device."""
-        if not isinstance(model, nn.parallel.DistributedDataParallel) or model.logger is None:
-            return
-        timed = model._get_ddp_logging_data()
-        if timed.get("iteration", 0) > self._seen and timed.get("backward_comm_time"):
-            self._seen = timed["iteration"]
-            exposed = timed["backward_comm_time"] - timed["backward_compute_comm_overlap_time"]
-            self._samples.append(exposed / 1e9)

@@ -124,8 +124,8 @@ class RankFigures:
     steady_step_seconds_median: float | None = None
     """About the same on all, because they wait for each other."""
     exposed_communication_seconds: float | None = None
-    """Of a step, in collectives while nothing computes: the median of every hundredth step as DDP times it, else by
-    the profiler. Waiting for a slower rank is part of it."""
+    """Of a step, in collectives while nothing computes, by the profiler: None without ``profile=on``. Waiting for a
+    slower rank is part of it."""
     compile_seconds: float | None = None
     peak_device_memory_gib: float | None = None
     peak_process_memory_gib: float | None = None

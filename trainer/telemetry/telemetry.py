@@ -22,7 +22,7 @@ from strategies import Program
 from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
-from trainer.telemetry.curves import Curves, ExposedCommunication, Points, compiler_points
+from trainer.telemetry.curves import Curves, Points, compiler_points
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
@@ -86,7 +86,6 @@ class Telemetry:
         self._running = False
         self.began = 0.0
         """When training did, by ``machine.now``."""
-        self._exposed = ExposedCommunication()
 
     def start(self, loop: Loop, pages: TensorBoardPages | None = None) -> None:
         """Training is about to begin: model and optimizer are on their device."""
@@ -255,8 +254,6 @@ class Telemetry:
         for number, points in self.curves.read(everything=everything):
             if self._pages is not None:
                 self._pages.scalars(points | self._points(), number)
-        if self._loop.world_size > 1:
-            self._exposed.look(self._loop.wrapped)
 
     def _points(self) -> Points:
         """What is counted from the beginning on."""
@@ -273,16 +270,13 @@ class Telemetry:
 
     def _rank_figures(self) -> RankFigures:
         """What this process of several measured."""
-        exposed = self._exposed.median_seconds
-        if exposed is None and (profile := self.profile()) is not None:
-            exposed = profile.get("exposed_communication_seconds_per_step")
         number = "" if self._device.index is None else f" {self._device.index}"
         return RankFigures(
             rank=distributed.get_rank(),
             host=platform.node(),
             device=hardware.device_name(self._device) + number,
             steady_step_seconds_median=self.meter.median_seconds,
-            exposed_communication_seconds=exposed,
+            exposed_communication_seconds=(self.profile() or {}).get("exposed_communication_seconds_per_step"),
             compile_seconds=self.compiler.compile_seconds if self.compiler.compilations else None,
             peak_device_memory_gib=hardware.peak_device_gib(self._device),
             peak_process_memory_gib=hardware.peak_process_gib(),
