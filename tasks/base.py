@@ -157,22 +157,22 @@ class TrainedTask(Task):
 
     def build_module(self, *, max_steps: int) -> ScoredModule:
         """Build the module; see ``initialise`` for its weights. Raises ValueError for unusable input."""
-        if self.max_positions() is not None:
-            # Operations are counted once: now, and not within the first step, which is timed.
-            self.count_flops(rows=1, positions=1)
+        from tasks.module import operations
+
+        operations(self)  # counted once: now, and not within the first step, which is timed
         return self.module_class()(self, max_steps=max_steps)
 
     def training_flops(self, batch: Any) -> int | None:
         """Operations of forward, loss and backward, as ``tasks.module`` counts them."""
-        counts = self.count(batch)
-        positions = (counts.tokens or 0) // counts.samples
-        return self.count_flops(rows=counts.samples, positions=positions)
+        from tasks.module import operations
 
-    def count_flops(self, *, rows: int, positions: int) -> int | None:
-        """Operations of forward, loss and backward of ``rows`` examples of ``positions`` each (0 where it has none)."""
-        from tasks.module import count_flops
-
-        return count_flops(self, rows=rows, positions=positions)
+        counts, known = self.count(batch), operations(self)
+        if known is None:
+            return None
+        tokens = counts.tokens or 0
+        attended = tokens**2 // counts.samples if counts.attended is None else counts.attended
+        example, position, pair = known
+        return example * counts.samples + position * tokens + pair * attended
 
     def max_positions(self) -> int | None:
         """Most positions of an example; None for a task without positions."""

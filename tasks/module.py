@@ -1,7 +1,7 @@
 """The LightningModule around every network here: its start-up, its validation, its recipe; and its operations, counted.
 
 Layers draw their weights as they are made: a host takes seconds for a few hundred million of them and minutes for
-billions, a GPU milliseconds. So networks are built without memory and given weights where they will be used.
+billions, a GPU milliseconds. So networks are built without memory, and once more where they will be used.
 
 Of operations, matrix products and convolutions count, 2 for each multiply-add; causal attention counts in full, and
 nothing that a kernel computes again counts twice: the convention of ``torch.utils.flop_counter`` and of PaLM's
@@ -14,8 +14,7 @@ D width, H heads, K head width or classes, T targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import lightning as L
@@ -34,8 +33,10 @@ BETAS = (0.9, 0.98)
 """Adam's decay of its two running means."""
 LONGEST_COUNTED = 128
 """Positions of the longest of three examples, from which those of all other lengths follow."""
-_counted: dict[tuple[str, int], dict[int, int]] = {}
-"""Operations by positions, for each task and number of rows."""
+EXAMPLES = 2
+"""In a batch that is counted, of examples without positions: batch norm refuses a single one."""
+_counted: dict[str, tuple[int, int, int] | None] = {}
+"""Operations by task."""
 
 
 class ScoredModule(L.LightningModule):
@@ -60,8 +61,13 @@ class ScoredModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Draw the weights on the device, once. Lightning calls it after ``setup`` and before it loads a checkpoint."""
-        if is_on_meta(self.net):
-            materialise(self.net, self._task.build_net, device=self.trainer.strategy.root_device, seed=self._seed)
+        if not is_on_meta(self.net):
+            return
+        device = self.trainer.strategy.root_device
+        # The run's random numbers are left alone.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            torch.manual_seed(self._seed)
+            self.net = self._task.build_net()
 
     def cpu(self) -> Self:
         """Stay as it is where the weights are not drawn yet. Lightning tidies up by this call when ``setup`` has
@@ -131,10 +137,10 @@ class ScoredModule(L.LightningModule):
 
 
 def start(build: Callable[[], nn.Module], initialise: str) -> nn.Module:
-    """Build a network with its weights, or without memory where they are to be drawn on the device, by ``materialise``.
+    """Build a network with its weights, or without memory where it is built once more, on the device.
 
     Args:
-        build: Makes the network alike each time, and draws its weights from torch's global generator.
+        build: Makes the network, and draws its weights from torch's global generator.
         initialise: ``host`` (weights drawn now), ``device`` (later) or ``auto`` (later where there is a GPU or the
             network ``is_large``; now also where it can only be built with memory).
 
@@ -145,14 +151,20 @@ def start(build: Callable[[], nn.Module], initialise: str) -> nn.Module:
         return build()
     try:
         net = on_meta(build)
+    except ValueError:
+        raise
     except Exception as error:  # constructors that compute with their tensors fail in ways of their own
         if initialise == "auto":
-            return build()  # raises again what has nothing to do with memory
-        if isinstance(error, ValueError):
-            raise
+            return build()
         reason = " ".join(str(error).split())
         raise ValueError(f"task.initialise=device: this network cannot be built without memory ({reason})") from error
     return net if initialise == "device" or torch.cuda.is_available() or is_large(net) else build()
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a network whose tensors have shapes but no memory; draws no random numbers."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return build()
 
 
 def is_large(net: nn.Module) -> bool:
@@ -164,97 +176,42 @@ def is_on_meta(net: nn.Module) -> bool:
     return any(tensor.is_meta for tensors in (net.parameters(), net.buffers()) for tensor in tensors)
 
 
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a network whose tensors have shapes but no memory; draws no random numbers.
+def operations(task: TrainedTask) -> tuple[int, int, int] | None:
+    """Floating-point operations of forward, loss and backward: of an example, of each of its positions, and of each
+    pair of positions that attend to each other.
 
-    Raises RuntimeError for one with tensors that ``materialise`` would not find, and what ``build`` raises.
+    They follow from three lengths, counted once. None for a network with an operation that torch does not know without
+    numbers.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        net = build()
-    for path, module in net.named_modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules") and any(t.is_meta for t in _tensors(value)):
-                raise RuntimeError(f"{path}.{name} holds a tensor that is neither a parameter nor a buffer")
-    return net
-
-
-def materialise(net: nn.Module, build: Callable[[], nn.Module], *, device: torch.device, seed: int) -> None:
-    """Give ``net``, of ``on_meta(build)``, the weights that ``build()`` draws on ``device`` under ``seed``.
-
-    Modules stay the objects that they are, so that what was done to them (compiled in place, hooks) holds. The run's
-    random numbers are left alone. A second network is built on the device and its tensors handed over, so that this
-    works for whatever ``build`` makes, buffers included.
-    """
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), device:
-        torch.manual_seed(seed)
-        drawn = build()
-    for (path, module), (other_path, other) in zip(net.named_modules(), drawn.named_modules(), strict=True):
-        assert path == other_path, "a network is built alike each time"
-        # Shared tensors (a tied head) are one object in `drawn` and so become one object here.
-        module._parameters.update(other._parameters)
-        module._buffers.update(other._buffers)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def count_flops(task: TrainedTask, *, rows: int, positions: int) -> int | None:
-    """Floating-point operations of one batch: of forward, loss and backward.
-
-    With positions, they are a polynomial of the second degree in them (attention is quadratic), proportional to the
-    rows: three lengths are counted, once.
-
-    Returns None for a network with an operation that torch does not know without numbers.
-    """
-    most = task.max_positions()
-    key = (repr(task), rows if most is None else 1)
+    key = repr(task)
     if key not in _counted:
-        top = 0 if most is None else min(most, LONGEST_COUNTED)
-        lengths = {0} if most is None else {max(1, top // 4), max(2, top // 2), top}
+        most = task.max_positions()
         try:
-            _counted[key] = _count(task, key[1], sorted(lengths))
+            if most is None:
+                _counted[key] = (_count(task, EXAMPLES, 0) // EXAMPLES, 0, 0)
+            else:
+                size = min(most, LONGEST_COUNTED) // 3
+                one, two, three = (_count(task, 1, multiple * size) for multiple in (1, 2, 3))
+                pair = (three - 2 * two + one) // (2 * size**2)
+                position = (two - one) // size - 3 * size * pair
+                _counted[key] = (one - size * position - size**2 * pair, position, pair)
         except NotImplementedError:
-            _counted[key] = {}
-    by_length = _counted[key]
-    if not by_length:
-        return None
-    return _interpolate(by_length, positions) * (1 if most is None else rows)
+            _counted[key] = None
+    return _counted[key]
 
 
-def _count(task: TrainedTask, rows: int, lengths: list[int]) -> dict[int, int]:
-    """Operations by length. No weight, no random state and no device is touched."""
-    counts = {}
+def _count(task: TrainedTask, rows: int, positions: int) -> int:
+    """Operations of a batch. No weight, no random state and no device is touched."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), task.counting():
         net = task.counted_net().train()
-        for length in lengths:
-            # The plain kernel: fused ones compute some of it again in backward, and differ in what the counter knows of
-            # them. With gradients also where they are not needed: torch.nn's attention takes the path that is counted.
-            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                loss = net(*task.example(rows, length))[0]
-                if not task.embeds:
-                    loss.backward()
-            counts[length] = int(counter.get_total_flops()) * (3 if task.embeds else 1)
+        # The plain kernel: fused ones compute some of it again in backward, and differ in what the counter knows of
+        # them. With gradients also where they are not needed: torch.nn's attention takes the path that is counted.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            loss = net(*task.example(rows, positions))[0]
+            if not task.embeds:
+                loss.backward()
         net.zero_grad(set_to_none=True)
-    return counts
-
-
-def _interpolate(values: dict[int, int], at: int) -> int:
-    """The polynomial through ``values``, at ``at`` (Lagrange's form)."""
-    total = Fraction(0)
-    for point, value in values.items():
-        term = Fraction(value)
-        for other in values.keys() - {point}:
-            term *= Fraction(at - other, point - other)
-        total += term
-    return int(total)
+    return int(counter.get_total_flops()) * (3 if task.embeds else 1)
 
 
 # ---- layers and scores that networks share ---------------------------------------------------------------------------

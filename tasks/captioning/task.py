@@ -10,7 +10,7 @@ import json
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -235,7 +235,7 @@ class CaptionerSize:
     """Share of activations dropped in training."""
 
     def __post_init__(self) -> None:
-        require_fields("task.size", self, image_size=1, patch_size=1, vocabulary_size=259, max_tokens=2)
+        require_fields("task.size", self, image_size=1, patch_size=1, vocabulary_size=259, max_tokens=3)
         require_fields("task.size", self, encoder_layers=1, encoder_width=1, encoder_heads=1)
         require_fields("task.size", self, decoder_layers=1, decoder_width=1, decoder_heads=1)
         require_share("task.size.dropout", self.dropout, below_one=True)
@@ -256,13 +256,10 @@ class Captioning(TrainedTask):
 
     size: CaptionerSize = field(default_factory=CaptionerSize)
     """Dimensions of the network."""
-    data: CaptionData = field(default_factory=CaptionData)
-    """Captioned images: the embedded shapes (also where only the base is given), or COCO's layout."""
+    data: CaptionData = field(default_factory=Shapes)
+    """Captioned images: the embedded shapes, noise with captions of lognormal lengths, or COCO's layout."""
 
     def __post_init__(self) -> None:
-        if type(self.data) is CaptionData:
-            # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
-            self.data = Shapes(**asdict(self.data))
         TrainedTask.__post_init__(self)
         if self.data.pad_to is not None and self.data.pad_to > self.size.max_tokens:
             raise ValueError(

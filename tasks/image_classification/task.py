@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -154,13 +154,10 @@ class ImageClassification(TrainedTask):
     """Width and height of an image, pixels."""
     classes: int | None = None
     """Outputs of the network, at least the classes of the data; null = as many."""
-    data: LabelledData = field(default_factory=LabelledData)
-    """Labelled images: the embedded shapes (also where only the base is given) or a folder."""
+    data: LabelledData = field(default_factory=LabelledShapes)
+    """Labelled images: the embedded shapes or a folder."""
 
     def __post_init__(self) -> None:
-        if type(self.data) is LabelledData:
-            # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
-            self.data = LabelledShapes(**asdict(self.data))
         TrainedTask.__post_init__(self)
         require_fields("task", self, image_size=1, classes=1)
 
@@ -171,8 +168,14 @@ class ImageClassification(TrainedTask):
 
     def build_module(self, *, max_steps: int) -> ScoredModule:
         """Build the module. Raises ValueError for an unknown network and for images that it cannot take."""
-        # Too small an image stops here, not in the first step.
-        self.count_flops(rows=self.data.batch_size, positions=0)
+        from tasks.module import operations
+
+        self.counted_net()  # raises by itself for an unknown name
+        try:
+            operations(self)
+        except (AssertionError, RuntimeError, ValueError) as error:  # too small an image stops here, not the first step
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"task.image_size={self.image_size}: {self.model} cannot take it ({reason})") from None
         return TrainedTask.build_module(self, max_steps=max_steps)
 
     def build_net(self) -> ClassifierNet:
@@ -221,18 +224,6 @@ class ImageClassification(TrainedTask):
         from tasks.image_classification.model import ClassifierNet, skeleton
 
         return ClassifierNet(skeleton(self.model, classes=self.class_count(), image_size=self.image_size))
-
-    def count_flops(self, *, rows: int, positions: int) -> int | None:
-        """Raises ValueError for a batch that the network cannot take."""
-        self.counted_net()  # raises by itself for an unknown name
-        try:
-            return TrainedTask.count_flops(self, rows=rows, positions=positions)
-        except (AssertionError, RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"task.image_size={self.image_size} with task.data.batch_size={rows}: {self.model} cannot take it "
-                f"({reason})"
-            ) from None
 
     def class_count(self) -> int:
         """Outputs of the network; the data module refuses fewer than the data's classes."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import itertools
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +53,8 @@ class TextData(Loading):
         if self.pad_to is not None and self.packing != "documents":
             raise ValueError(f"task.data.pad_to={self.pad_to} needs task.data.packing=documents, not {self.packing}")
 
-    def read(self) -> tuple[Named, Named | None]:
-        """Training documents, and validation documents where the user names some; None: a share is held out.
-
-        Raises ValueError, naming the file, for a source that cannot be used.
-        """
+    def read(self) -> Named:
+        """All documents. Raises ValueError, naming the file, for a source that cannot be used."""
         raise NotImplementedError
 
     def place(self) -> str:
@@ -70,16 +66,12 @@ class TextData(Loading):
 
         Raises ValueError, naming the file, for a source that cannot be used, and for too little text on a side.
         """
-        given = self.read()
-        named, val_named = (
-            [(name, text) for name, text in itertools.islice(side or (), self.max_documents) if text.strip()]
-            for side in given
-        )
-        train, val = [text for _, text in named], [text for _, text in val_named]
-        if given[1] is None and len(train) == 1:
-            at = min(max(1, round(len(train[0]) * (1 - self.val_share))), len(train[0]) - 1)
-            train, val = [train[0][:at]], [train[0][at:]]
-        elif given[1] is None:
+        named = [(name, text) for name, text in itertools.islice(self.read(), self.max_documents) if text.strip()]
+        if len(named) == 1:
+            ((_, only),) = named
+            at = min(max(1, round(len(only) * (1 - self.val_share))), len(only) - 1)
+            train, val = [only[:at]], [only[at:]]
+        else:
             held = held_out({name: name for name, _ in named}, share=self.val_share)
             train, val = ([text for name, text in named if (name in held) is out] for out in (False, True))
         if not any(train) or not any(val):
@@ -100,37 +92,26 @@ class TextFiles(TextData):
     """UTF-8 files: of text, a document each, and of JSON lines (``.jsonl``), a document a line."""
 
     path: str = ""
-    """A file, a folder (its ``.txt`` and ``.jsonl`` files at any depth), or a pattern such as ``/data/**/*.md``."""
+    """A file, or a folder: its ``.txt`` and ``.jsonl`` files at any depth."""
     key: str = "text"
     """Key of the text within the object of a JSON line."""
-    val_path: str = ""
-    """Validation text, as ``path``; empty: a share of the documents is held out."""
 
     def __post_init__(self) -> None:
         TextData.__post_init__(self)
         if not self.path:
-            raise ValueError("task.data.path='' must name a text file, a folder or a pattern")
-
-    def read(self) -> tuple[Named, Named | None]:
-        val = self._documents("task.data.val_path", self.val_path) if self.val_path else None
-        return self._documents("task.data.path", self.path), val
+            raise ValueError("task.data.path='' must name a text file or a folder")
 
     def place(self) -> str:
         return self.path
 
-    def _documents(self, option: str, path: str) -> Iterator[tuple[str, str]]:
-        """Documents, named by their path below the folder or the part of the pattern without wildcards."""
-        root = Path(path)
-        if root.is_dir():
-            files = sorted(file for file in root.rglob("*") if file.suffix in (".txt", ".jsonl") and file.is_file())
-        else:
-            files = sorted(Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file())
-            while glob.has_magic(str(root)) or root == Path(path):
-                root = root.parent
+    def read(self) -> Named:
+        """Documents, named by their path below the folder."""
+        root = Path(self.path)
+        files = [root] if root.is_file() else sorted(one for one in root.rglob("*") if one.suffix in (".txt", ".jsonl"))
         if not files:
-            raise ValueError(f"{option}={path!r} is not a file, a folder with .txt or .jsonl files, or a pattern")
+            raise ValueError(f"task.data.path={self.path!r} is not a file, or a folder with .txt or .jsonl files")
         for file in files:
-            name, text = file.relative_to(root).as_posix(), read_text(file)
+            name, text = file.name if file == root else file.relative_to(root).as_posix(), read_text(file)
             if file.suffix != ".jsonl":
                 yield name, text
                 continue
@@ -161,13 +142,10 @@ class Stdlib(TextData):
     A document is a top-level function or class; the code before a file's first one is a document too.
     """
 
-    def read(self) -> tuple[Named, Named | None]:
-        return self._documents(), None
-
     def place(self) -> str:
         return "Python's standard library"
 
-    def _documents(self) -> Iterator[tuple[str, str]]:
+    def read(self) -> Named:
         """Documents, file by file in the order of a hash of their paths, so that a few are a fair sample."""
         folder = Path(sysconfig.get_path("stdlib"))
         names: list[str] = []

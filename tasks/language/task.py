@@ -5,7 +5,7 @@ Text is Python's standard library, text files or JSON lines.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import (
@@ -43,7 +43,7 @@ class Dimensions:
     """Most positions."""
 
     def __post_init__(self) -> None:
-        require_fields("task.network", self, layers=1, width=1, heads=1, vocabulary_size=259, max_tokens=2)
+        require_fields("task.network", self, layers=1, width=1, heads=1, vocabulary_size=259, max_tokens=3)
         require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
 
     def learning_rate(self) -> float:
@@ -146,13 +146,10 @@ class TextTask(TrainedTask):
 
     network: Dimensions = field(default_factory=Dimensions)
     """The network."""
-    data: TextData = field(default_factory=TextData)
-    """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
+    data: TextData = field(default_factory=Stdlib)
+    """Text: the embedded standard library, text files or JSON lines."""
 
     def __post_init__(self) -> None:
-        if type(self.data) is TextData:
-            # The default is the bare base because OmegaConf lets a subclass replace the base, never another subclass.
-            self.data = Stdlib(**asdict(self.data))
         TrainedTask.__post_init__(self)
         for name in ("max_tokens", "pad_to"):
             value, most = getattr(self.data, name), self.max_positions()
@@ -188,12 +185,10 @@ class LanguageModelling(TextTask):
     loss_chunks: int = 1
     """Pieces of the positions whose logits are in memory at once in training; those of more than one are computed
     again in backward, which costs another product with the head."""
-    network: LanguageNetwork = field(default_factory=LanguageNetwork)
-    """The network; the smallest GPT-2 where only the base is given."""
+    network: LanguageNetwork = field(default_factory=Gpt2Network)
+    """The network."""
 
     def __post_init__(self) -> None:
-        if type(self.network) is LanguageNetwork:  # the bare base as of the data
-            self.network = Gpt2Network()
         TextTask.__post_init__(self)
         require_at_least("task.loss_chunks", self.loss_chunks, 1)
         require_choice("task.data.packing", self.data.packing, ("packed", "documents"))
@@ -225,10 +220,6 @@ class LanguageModelling(TextTask):
         tokens = torch.zeros(rows, positions, dtype=torch.long)
         return tokens, tokens
 
-    def counted_net(self) -> nn.Module:
-        """What is computed again in backward (``loss_chunks``) does not count: it brings the training no further."""
-        return self.network.build(loss_chunks=1)
-
 
 @dataclass(kw_only=True, slots=True)
 class MaskedLM(TextTask):
@@ -242,8 +233,8 @@ class MaskedLM(TextTask):
     themselves."""
     network: BertNetwork = field(default_factory=BertNetwork)
     """Dimensions of the network."""
-    data: TextData = field(default_factory=lambda: TextData(packing="documents"))
-    """Text: the embedded standard library (also where only the base is given), text files or JSON lines."""
+    data: TextData = field(default_factory=lambda: Stdlib(packing="documents"))
+    """Text: the embedded standard library, text files or JSON lines."""
 
     def __post_init__(self) -> None:
         TextTask.__post_init__(self)
@@ -293,16 +284,6 @@ class MaskedLM(TextTask):
             useful_tokens=batch.useful_tokens,
             attended=batch.attended,
         )
-
-    def training_flops(self, batch: Any) -> int | None:
-        """Of a packed row: so many operations a position, and so many a pair of positions that attend to each other."""
-        if not self.is_packed:
-            return TextTask.training_flops(self, batch)
-        one, two = (self.count_flops(rows=1, positions=positions) for positions in (1, 2))
-        if one is None or two is None:
-            return None
-        a_pair = two // 2 - one
-        return (one - a_pair) * batch.tokens.shape[1] + a_pair * batch.attended
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with embedding and loss apart."""

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import VisionTransformer, vit_b_16
 
+from tasks.captioning.data import CaptionBatch
 from tasks.captioning.model import CaptionNet, ImageEncoder
 from tasks.captioning.task import CaptionerSize, Captioning
 
@@ -135,4 +136,6 @@ def test_training_flops_are_those_that_torch_counts(size: CaptionerSize, same_wi
     # The plain kernel, as fused ones differ in what the counter knows of them from release to release.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(*example(size))[0].backward()
-    assert Captioning(size=size).count_flops(rows=4, positions=11) == counter.get_total_flops()
+    images, tokens = example(size)
+    batch = CaptionBatch(images, tokens, 0)
+    assert Captioning(size=size).training_flops(batch) == counter.get_total_flops()

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tasks.captioning.task import CaptionData, CaptionerSize, Captioning, Shapes
+from tasks.captioning.task import CaptionerSize, Captioning, Shapes
 from tests.trainer.lightning_modules import quiet_trainer
 
 
@@ -20,10 +20,6 @@ def test_importing_the_tasks_does_not_import_torch() -> None:
     root = Path(__file__).resolve().parents[2]
     output = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "set()"
-
-
-def test_the_plain_base_stands_for_the_embedded_data() -> None:
-    assert Captioning(data=CaptionData(batch_size=3)).data == Shapes(batch_size=3)
 
 
 def test_validation_writes_the_exact_mean(size: CaptionerSize, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from tasks.image_classification.task import ImageClassification, LabelledData, LabelledShapes
+from tasks.image_classification.task import ImageClassification, LabelledShapes
 from tests.trainer.lightning_modules import quiet_trainer
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
@@ -21,10 +21,6 @@ def fit(task: ImageClassification, steps: int) -> tuple[L.Trainer, L.LightningMo
     trainer = quiet_trainer(max_steps=steps, num_sanity_val_steps=0)
     trainer.fit(module, datamodule=data)
     return trainer, module, data
-
-
-def test_the_plain_base_stands_for_the_embedded_data() -> None:
-    assert ImageClassification(data=LabelledData(batch_size=3)).data == LabelledShapes(batch_size=3)
 
 
 def test_the_network_has_an_output_for_each_class_or_as_many_as_are_asked_for() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tasks.language.data import TextBatch
 from tasks.language.model import LanguageModel
-from tasks.language.sources import Stdlib, TextData
+from tasks.language.sources import Stdlib
 from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
 from tests.trainer.lightning_modules import quiet_trainer
 
@@ -47,11 +47,6 @@ def fit(task: LanguageModelling, *callbacks: L.Callback, steps: int) -> tuple[La
     return module, losses.values
 
 
-def test_the_plain_bases_stand_for_the_embedded_text_and_the_smallest_network() -> None:
-    task = LanguageModelling(data=TextData(batch_size=3))
-    assert (task.data, task.network) == (Stdlib(batch_size=3), Gpt2Network())
-
-
 def test_options_at_odds_with_the_network_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^task\.data\.max_tokens=17 must be at most task\.network\.max_tokens=16$"):
         task_of(data=Stdlib(max_tokens=17))
@@ -85,7 +80,6 @@ def test_a_batch_is_counted_and_predicted() -> None:
     counts = task.count(batch)
     assert (counts.samples, counts.tokens, counts.useful_tokens) == (2, 8, 7)
     assert (batch.targets != 0).sum() == 7
-    assert task.training_flops(batch) == task.count_flops(rows=2, positions=4)
 
 
 def test_only_documents_are_declared_ragged() -> None:

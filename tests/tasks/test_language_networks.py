@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tasks.language.data import TextBatch
 from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
 from tasks.module import on_meta
 
@@ -240,4 +241,4 @@ def test_flops_are_those_that_torch_counts(network: LanguageNetwork) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(*example(rows=3, length=11))[0].backward()
     task = LanguageModelling(network=network)
-    assert task.count_flops(rows=3, positions=11) == counter.get_total_flops()
+    assert task.training_flops(TextBatch(torch.zeros(3, 12), 0)) == counter.get_total_flops()
