@@ -8,12 +8,11 @@ A slotted dataclass is a new class, in which ``super()`` without arguments fails
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 MAX_WORKERS = 1024
 """Loader processes of a device: more would take a machine's memory before anything fails."""
 INITIALISE = ("auto", "host", "device")
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,23 +242,6 @@ def suggest(given: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(given.lower(), by_lower, n=3)
     return f"; near: {', '.join(by_lower[match] for match in matches)}" if matches else ""
-
-
-def held_out(names: Mapping[Item, str], *, share: float) -> set[Item]:
-    """Items, given with their names, that are held out for validation: ``share`` of them, at least one and never all.
-
-    Chosen by a hash of the name: an item stays on its side when others are added, and wherever its folder is.
-    """
-    ranks = {
-        item: hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest() for item, name in names.items()
-    }
-    limit = int(share * 2**64).to_bytes(9, "big")[1:]
-    held = {item for item, rank in ranks.items() if rank < limit}
-    if not held and len(ranks) > 1:
-        held = {min(ranks, key=lambda item: ranks[item])}
-    if len(held) == len(ranks) > 1:
-        held.discard(max(ranks, key=lambda item: ranks[item]))
-    return held
 
 
 # ---- what a run needs of this machine --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.doctor import ERROR, OK, WARNING, Finding, limits, place, places, variables
+from scripts.doctor import ERROR, OK, WARNING, place, places, variables
 from scripts.doctor.__main__ import cpp
 
 
@@ -50,21 +50,6 @@ def test_a_folder_is_judged_by_its_room(
     finding = place("cache", tmp_path, "elsewhere", runs_files=True)
     assert finding.status == status
     assert said in finding.message
-
-
-def test_processors_are_those_that_the_container_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
-
-    def finding(quota: str) -> Finding:
-        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
-        return next(limits(tmp_path))
-
-    assert finding("max").status == finding("6400000").status == OK
-    assert finding("150000").status == WARNING
-    assert "OMP_NUM_THREADS=1" in str(finding("150000").fix)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert finding("150000").status == OK
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Bench:
     Attributes:
         requests: By the paths of the regions, the strategy, or the part of one, whose options they are compiled with.
 
-    Raises ValueError where nothing can be tried: a step that cannot be repeated, or that fails in eager.
+    Raises ValueError for a step that cannot be repeated.
     """
 
     def __init__(
@@ -64,8 +64,7 @@ class Bench:
         paths = [region.path for region in program.regions]
         uncompile(program)
         self._snapshot = Snapshot(passes, list(batches.values()), program)
-        called = self._called()
-        self.everything = [_node(program.module.get_submodule(path), path, called) for path in paths]
+        self.everything = [_node(program.module.get_submodule(path), path) for path in paths]
         if program.compiled_beside_regions:
             self.everything.append(Node(path=OPTIMIZER))
 
@@ -102,23 +101,6 @@ class Bench:
                 arguments["dynamic"] = False
             compile_in_place(self._program, path, arguments)
 
-    def _called(self) -> set[int]:
-        """Modules that a step of eager calls. Raises ValueError if that step fails."""
-        called: set[int] = set()
-        handle = nn.modules.module.register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
-        try:
-            with aside(self._program):
-                for batch in self._batches.values():
-                    try:
-                        self._passes.step(batch)
-                    except Exception as error:
-                        raise ValueError(f"the training step fails in eager already: {one_line(error)}") from error
-                    finally:
-                        self._snapshot.restore()
-        finally:
-            handle.remove()
-        return called
-
 
 def _requests(program: Program, strategies: Sequence[Strategy]) -> dict[str, Any]:
     """What each region is compiled with. Raises ValueError for a strategy without torch.compile's options."""
@@ -136,20 +118,20 @@ def _requests(program: Program, strategies: Sequence[Strategy]) -> dict[str, Any
     return requests
 
 
-def _node(module: nn.Module, path: str, called: set[int]) -> Node:
+def _node(module: nn.Module, path: str) -> Node:
     kind = type(module)
     about = kind.__name__
     with contextlib.suppress(TypeError, OSError):  # no source to read
         about += f", {shown(str(inspect.getsourcefile(kind)))}:{inspect.getsourcelines(kind)[1]}"
-    return Node(path=path, about=about, children=list(_children(module, path, called)))
+    return Node(path=path, about=about, children=list(_children(module, path)))
 
 
-def _children(module: nn.Module, path: str, called: set[int]) -> Iterator[Node]:
+def _children(module: nn.Module, path: str) -> Iterator[Node]:
     for name, child in module.named_children():
-        if id(child) in called:
-            yield _node(child, f"{path}.{name}", called)
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # which no step calls
+            yield from _children(child, f"{path}.{name}")
         else:
-            yield from _children(child, f"{path}.{name}", called)
+            yield _node(child, f"{path}.{name}")
 
 
 def with_config(config: Config, strategies: Sequence[Strategy], use: Callable[[Bench], object]) -> None:

@@ -42,8 +42,7 @@ class Node:
     about: str = ""
     """Its class, and ``file:line`` at which that begins where there is a source to read."""
     children: list[Node] = field(default_factory=list)
-    """The nearest submodules below that a step calls: a list of modules is not called, nor is a layer whose weight
-    alone is used."""
+    """The submodules below, those of a list of modules in its place: it is not called."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from strategies.cached.store import distrust_of
 from strategies.options import SWITCHES, cache_directories, switched_off, unwritable
-from tasks.base import CGROUPS, free_bytes, words
+from tasks.base import free_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 INDENT = " " * 25
@@ -171,18 +171,10 @@ def place(name: str, directory: Path, other: str, *, runs_files: bool = False) -
     return warning(name, message, other) if free_gib < LITTLE_DISK_GIB else ok(name, message)
 
 
-def limits(cgroups: Path = CGROUPS) -> Iterator[Finding]:
+def limits() -> Iterator[Finding]:
     """A line for processors and one for memory, by the kernel's account and the container's."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = words(cgroups / "cpu.max")  # microseconds of each period, or max
-    quota = int(share[0]) / int(share[1]) if len(share) == 2 and share[0] != "max" else allowed
-    if quota < allowed and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, int(quota))
-        message = f"{allowed} are seen, the container gets the time of {quota:g}: more threads wait in a queue"
-        fix = f"set OMP_NUM_THREADS={threads} and TORCHINDUCTOR_COMPILE_THREADS={threads}"
-        yield warning("processors", message, fix)
-    else:
-        yield ok("processors", f"{min(allowed, quota):g} (of {os.cpu_count()} in the machine)")
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield ok("processors", f"{allowed} (of {os.cpu_count()} in the machine)")
     if (free := free_bytes()) is not None:
         message = f"{free / GIB:.1f} GiB free"
         fix = "close something, or set TORCHINDUCTOR_COMPILE_THREADS=1: each compiling process takes memory"

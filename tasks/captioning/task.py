@@ -20,7 +20,6 @@ from tasks.base import (
     Declaration,
     Loading,
     TrainedTask,
-    held_out,
     require_at_least,
     require_fields,
     require_multiple,
@@ -143,36 +142,27 @@ def _lognormal_caption(key: str) -> str:
 @dataclass(kw_only=True, slots=True)
 class Coco(CaptionData):
     """Captioned images in COCO's layout: ``annotations/captions_train2017.json`` and ``train2017/``, the same with
-    ``val``, of any year; of several the latest. Without validation files some training images are held out.
+    ``val``, of any year; of several the latest.
     """
 
     root: str = ""
     """The folder."""
-    val_share: float = 0.02
-    """Share of the images held out for validation where no validation file is given; the same images in every run."""
 
     def __post_init__(self) -> None:
         CaptionData.__post_init__(self)
-        require_share("task.data.val_share", self.val_share, below_one=True)
         if not self.root:
             raise ValueError("task.data.root='' must name a folder")
 
     def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        file = self._annotations("train")
-        if file is None:
-            raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_train*.json")
-        train, val_file = _read(file), self._annotations("val")
-        if val_file is not None:
-            val = _read(val_file)
-        else:
-            # By a hash of the file's name: all captions of an image fall on one side.
-            held = held_out({path: path.name for path, _ in train}, share=self.val_share)
-            val = [item for item in train if item[0] in held]
-            train = [item for item in train if item[0] not in held]
-        return _examples(train, file, image_size), _examples(val, val_file or file, image_size)
+        return self._split("train", image_size), self._split("val", image_size)
 
-    def _annotations(self, split: str) -> Path | None:
-        return max(Path(self.root, "annotations").glob(f"captions_{split}*.json"), default=None)
+    def _split(self, name: str, image_size: int) -> Examples:
+        file = max(Path(self.root, "annotations").glob(f"captions_{name}*.json"), default=None)
+        if file is None:
+            raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_{name}*.json")
+        items = _read(file)
+        image = partial(_image, [path for path, _ in items], image_size)
+        return Examples(captions=[caption for _, caption in items], image=image, place=str(file))
 
 
 def _read(file: Path) -> list[tuple[Path, str]]:
@@ -186,11 +176,6 @@ def _read(file: Path) -> list[tuple[Path, str]]:
         return [(paths[each["image_id"]], " ".join(str(each["caption"]).split())) for each in content["annotations"]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a COCO caption file ({type(error).__name__}: {error})") from None
-
-
-def _examples(items: list[tuple[Path, str]], file: Path, image_size: int) -> Examples:
-    paths, captions = [path for path, _ in items], [caption for _, caption in items]
-    return Examples(captions=captions, image=partial(_image, paths, image_size), place=str(file))
 
 
 def _image(paths: list[Path], image_size: int, index: int) -> Tensor:

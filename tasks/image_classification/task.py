@@ -8,10 +8,9 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import BatchCounts, Declaration, Loading, TrainedTask, held_out, require_fields, require_share
+from tasks.base import BatchCounts, Declaration, Loading, TrainedTask, require_fields
 
 if TYPE_CHECKING:
     import lightning
@@ -81,17 +80,13 @@ class LabelledShapes(LabelledData):
 
 @dataclass(kw_only=True, slots=True)
 class ImageFolder(LabelledData):
-    """Images of ``root/train/<class>/`` and ``root/val/<class>/``, or of ``root/<class>/`` with a share held out, by
-    ``torchvision.datasets.ImageFolder``."""
+    """Images of ``root/train/<class>/`` and ``root/val/<class>/``, by ``torchvision.datasets.ImageFolder``."""
 
     root: str = ""
     """The folder."""
-    val_share: float = 0.02
-    """Share of the images held out for validation where there is no folder of them; the same images in every run."""
 
     def __post_init__(self) -> None:
         LabelledData.__post_init__(self)
-        require_share("task.data.val_share", self.val_share, below_one=True)
         if not self.root:
             raise ValueError("task.data.root='' must name a folder of images")
 
@@ -99,34 +94,17 @@ class ImageFolder(LabelledData):
         return self.root
 
     def class_names(self) -> list[str]:
-        return _listed(self._folders()[0]).classes
+        return _listed(f"{self.root}/train").classes
 
     def sets(self, *, seed: int, image_size: int) -> tuple[Dataset[Labelled], Dataset[Labelled]]:
-        from torch.utils.data import Subset
-
         from tasks.images import read_image
 
-        folder, val_folder = self._folders()
-        train, val = (copy.copy(_listed(each)) for each in (folder, val_folder or folder))
+        train, val = (copy.copy(_listed(f"{self.root}/{split}")) for split in ("train", "val"))
         for each in (train, val):
             each.loader = functools.partial(read_image, image_size=image_size)
         if val.classes != train.classes:
             raise ValueError(f"{self.root}: training and validation images are of different classes")
-        if val_folder is not None:
-            return train, val
-        # By class and name: the files of every class may be called 0001.jpg, 0002.jpg, ...
-        names = {
-            index: f"{train.classes[label]}/{Path(file).name}" for index, (file, label) in enumerate(train.samples)
-        }
-        out = held_out(names, share=self.val_share)
-        return Subset(train, sorted(names.keys() - out)), Subset(train, sorted(out))
-
-    def _folders(self) -> tuple[str, str | None]:
-        """Of training and validation images; None: a share is held out."""
-        train, val = Path(self.root, "train"), Path(self.root, "val")
-        if not train.is_dir():
-            return self.root, None
-        return str(train), str(val) if val.is_dir() else None
+        return train, val
 
 
 @functools.lru_cache(maxsize=4)

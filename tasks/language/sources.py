@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.base import Loading, held_out, require_choice, require_fields, require_share
+from tasks.base import Loading, require_choice, require_fields, require_share
 
 PACKINGS = ("packed", "documents", "packed_documents")
 Named = Iterable[tuple[str, str]]
@@ -72,11 +72,26 @@ class TextData(Loading):
             at = min(max(1, round(len(only) * (1 - self.val_share))), len(only) - 1)
             train, val = [only[:at]], [only[at:]]
         else:
-            held = held_out({name: name for name, _ in named}, share=self.val_share)
+            held = held_out([name for name, _ in named], share=self.val_share)
             train, val = ([text for name, text in named if (name in held) is out] for out in (False, True))
         if not any(train) or not any(val):
             raise ValueError(f"{self.place()} holds too little text to train on and to validate")
         return train, val
+
+
+def held_out(names: Iterable[str], *, share: float) -> set[str]:
+    """Names that are held out for validation: ``share`` of them, at least one and never all.
+
+    Chosen by a hash: a document stays on its side when others are added, and wherever its folder is.
+    """
+    ranks = {name: hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest() for name in names}
+    limit = int(share * 2**64).to_bytes(9, "big")[1:]
+    held = {name for name, rank in ranks.items() if rank < limit}
+    if not held and len(ranks) > 1:
+        held = {min(ranks, key=lambda name: ranks[name])}
+    if len(held) == len(ranks) > 1:
+        held.discard(max(ranks, key=lambda name: ranks[name]))
+    return held
 
 
 def read_text(file: Path) -> str:

@@ -85,36 +85,24 @@ def test_a_coco_folder_is_read_with_every_caption_of_an_image(
 def test_captions_that_cannot_be_used_are_left_out_and_counted(
     tmp_path: Path, write_image: Write, size: CaptionerSize
 ) -> None:
-    for number in range(6):
-        write_image(f"train/{number}.png")
-    captions = {f"{number}.png": [f"picture {number}"] for number in range(6)}
-    captions |= {"0.png": ["fine", " ", "word " * 300]}
-    write_coco(tmp_path / "annotations" / "captions_train.json", captions)
-    task = Captioning(size=size, data=Coco(root=str(tmp_path), batch_size=1, num_workers=1, val_share=0.01))
+    captions = {f"{number}.png": [f"picture {number}"] for number in range(3)}
+    for split in ("train", "val"):
+        for name in captions:
+            write_image(f"{split}/{name}")
+        write_coco(tmp_path / "annotations" / f"captions_{split}.json", captions)
+        captions |= {"0.png": ["fine", " ", "word " * 300]}
+    task = Captioning(size=size, data=Coco(root=str(tmp_path), batch_size=1, num_workers=1))
     data = task.build_data(seed=0)
     data.setup("fit")
     assert sum(1 for loader in (data.train_dataloader(), data.val_dataloader()) for _ in loader) == 6
     assert task.skipped_items(data) == {"empty caption": 1, "caption too long": 1}
 
 
-def test_a_held_out_image_keeps_its_side_with_all_its_captions(tmp_path: Path, write_image: Write) -> None:
-    names = [f"{number}.png" for number in range(40)]
-    for name in names:
-        write_image(f"train/{name}")
-    write_coco(tmp_path / "annotations" / "captions_train.json", {name: [name, f"again {name}"] for name in names})
-    first, second = (Coco(root=str(tmp_path), val_share=0.2).splits(seed=seed, image_size=8) for seed in (0, 1))
-    assert [split.captions for split in first] == [split.captions for split in second]
-    train, val = ({caption.removeprefix("again ") for caption in split.captions} for split in first)
-    assert train
-    assert val
-    assert not train & val
-    assert train | val == set(names)
-
-
 def coco_with(tmp_path: Path, content: str) -> Coco:
     (tmp_path / "annotations").mkdir()
-    (tmp_path / "train").mkdir()
-    (tmp_path / "annotations" / "captions_train.json").write_text(content, errors="surrogateescape")
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        (tmp_path / "annotations" / f"captions_{split}.json").write_text(content, errors="surrogateescape")
     return Coco(root=str(tmp_path))
 
 
@@ -145,9 +133,9 @@ def test_missing_folders_and_files_are_named(tmp_path: Path, size: CaptionerSize
 
 
 def test_a_broken_image_stops_the_run_before_it_trains(tmp_path: Path, size: CaptionerSize) -> None:
-    (tmp_path / "train").mkdir()
-    for name in ("0.png", "1.png"):
-        (tmp_path / "train" / name).write_bytes(b"broken")
-    write_coco(tmp_path / "annotations" / "captions_train.json", {"0.png": ["a b"], "1.png": ["c d"]})
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "0.png").write_bytes(b"broken")
+        write_coco(tmp_path / "annotations" / f"captions_{split}.json", {"0.png": ["a b"]})
     with pytest.raises(ValueError, match=r"0\.png does not decode"):
-        load(size, Coco(root=str(tmp_path), batch_size=1, num_workers=0, val_share=0.5))
+        load(size, Coco(root=str(tmp_path), batch_size=1, num_workers=0))
