@@ -188,7 +188,7 @@ def shown(path: Path) -> Path:
 OWN_ROWS = ("parity", "profile", "rollback", "slowdown")
 """Parts of the report that are shown in a row of their own wording, or in the verdict."""
 MUCH_WAITING = 0.05
-"""Share of the time spent waiting for data above which the summary says what to do."""
+"""Share of the time spent waiting for data above which the summary says what to do; of steps of new shapes, too."""
 MUCH_SKEW = 0.03
 """Share of a step that a rank waits for the slowest one above which the summary names that."""
 
@@ -215,6 +215,7 @@ def summary(record: RunRecord) -> dict[str, str]:
         + _with(", preflight {} s of it", record.preflight_seconds),
         # The mean is what rates and ratios are made of.
         "steady step": ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in took.items() if each is not None),
+        "new shapes": _new_shapes(record),
         "steps": _with("{} /s ({} steady ones)", record.steady_steps_per_second, record.steady_steps),
         "samples": _with("{} /s", record.samples_per_second, decimals=1)
         + _with(" of all {} processes", record.world_size if record.world_size > 1 else None),
@@ -299,6 +300,17 @@ def _audits(record: RunRecord) -> str:
     seen += [f"{kind} not compared" for kind in audits.not_compared]
     steps = f"{len(audits.steps)}, of steps {audits.steps[0]} to {audits.steps[-1]}"
     return f"{audits.verdict}: {steps}; {'; '.join(seen)}"
+
+
+def _new_shapes(record: RunRecord) -> str:
+    """What batches of shapes that had not come before cost: libraries plan, and allocators ask for memory, for each."""
+    beyond, steps, mean = record.new_shape_seconds, record.steps, record.steady_step_seconds_mean
+    if not beyond or beyond <= MUCH_WAITING * (steps or 0) * (mean or 0.0):
+        return ""
+    line = f"{record.new_shape_steps} steps took {number(beyond, 1)} s beyond steady ones; padding to few shapes"
+    if record.device_type == "cuda":  # https://github.com/modelscope/FunASR/issues/3704
+        line += ", or TORCH_CUDNN_SDPA_DEPRIORITIZED=1 where cuDNN's attention plans for each,"
+    return f"{line} may save that"
 
 
 def _waiting(record: RunRecord) -> str:

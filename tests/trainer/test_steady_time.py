@@ -17,6 +17,7 @@ from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
 from tests.trainer.runs import train
 from trainer.callback import Compile
+from trainer.console import summary
 
 SECONDS = 0.4
 DATA = str(Path("tasks") / "images.py")
@@ -64,6 +65,8 @@ def test_eager_is_not_measured_by_the_lengths_that_it_meets_for_the_first_time(t
     assert (record.steady_steps, record.new_shape_steps, record.warmup_steps) == (9, 6, 8)
     assert (record.steady_step_seconds_mean, record.steady_step_seconds_p95) == pytest.approx((0.1, 0.1))
     assert record.warmup_seconds == pytest.approx(8 * 0.4)
+    assert record.new_shape_seconds == pytest.approx(6 * (0.4 - 0.1))
+    assert summary(record)["new shapes"] == "6 steps took 1.8 s beyond steady ones; padding to few shapes may save that"
 
 
 class SavesInsideASlowStep(L.Callback):

@@ -159,7 +159,8 @@ class Meter:
         self.first_step_seconds: float | None = None
         self.warmup_seconds = 0.0
         self.warmup_step_count = 0
-        self.new_shape_steps = 0
+        self._new_shapes = array("d")
+        """Seconds of steps that nothing but a new shape keeps from being steady."""
         self.steady = Totals()
         self._steady_seconds = array("d")
 
@@ -180,7 +181,8 @@ class Meter:
         if step.profiled:
             return False
         if step.disturbed or self._timed <= self.warmup_steps:
-            self.new_shape_steps += self._timed > self.warmup_steps and not step.compiled
+            if self._timed > self.warmup_steps and not step.compiled:
+                self._new_shapes.append(step.seconds)
             self.warmup_seconds += step.seconds
             self.warmup_step_count += 1
             return False
@@ -200,7 +202,9 @@ class Meter:
         seconds = self._steady_seconds
         record.first_step_seconds = self.first_step_seconds
         record.warmup_seconds = self.warmup_seconds if self.warmup_step_count else None
-        record.warmup_steps, record.new_shape_steps = self.warmup_step_count, self.new_shape_steps
+        record.warmup_steps, record.new_shape_steps = self.warmup_step_count, len(self._new_shapes)
+        if seconds and self._new_shapes:
+            record.new_shape_seconds = sum(self._new_shapes) - len(self._new_shapes) * statistics.fmean(seconds)
         record.steady_steps = len(seconds)
         record.steady_step_seconds_mean = statistics.fmean(seconds) if seconds else None
         record.steady_step_seconds_median = self.median_seconds

@@ -231,6 +231,8 @@ class RunRecord:
     """Number of those steps."""
     new_shape_steps: int | None = None
     """Of those, how many nothing but a new shape keeps from being steady."""
+    new_shape_seconds: float | None = None
+    """What they took beyond as many steady steps; None without either."""
     compile_seconds: float | None = None
     """Wall time inside the compiler, training and validation; None when nothing was compiled."""
     cache: str | None = None
