@@ -34,32 +34,7 @@ from pathlib import Path
 from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    # What takes seconds to import; torch imports some of it as late as at the first compile.
-    [
-        "pytest",
-        "torch._dynamo.backends.debugging",
-        "torch._dynamo.backends.inductor",
-        "torch._dynamo.repro.after_dynamo",
-        "torch._functorch.aot_autograd",
-        "torch._inductor.compile_fx",
-        "torch._inductor.compiler_bisector",
-        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.experimental",
-        "torch.export._trace",
-        "torch.utils.tensorboard",
-        "torchmetrics",
-        "s3fs",
-        "strategies",
-        "trainer.run",
-        "trainer.callback",
-        "trainer.guards.audits",
-        "tests.processes",
-        "tests.trainer.lightning_modules",
-        "tests.trainer.runs",
-    ]
-)
+FORKS.set_forkserver_preload(["tests.preloaded"])
 SECONDS_AFTER_A_FAILURE = 30.0
 """How long a rank may go on once the other one has failed."""
 STACK = "(most recent call first)"
