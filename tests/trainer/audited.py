@@ -10,11 +10,10 @@ import lightning as L
 
 from strategies import Program, Regional, Strategy
 from strategies.base import Stage
-from strategies.cuda_graph.capture import StepGraphs
 from strategies.optimizer.step import replace_step
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import fit
-from tests.trainer.recording import RecordingEngine
+from tests.trainer.recording import Recorded, RecordingEngine
 from trainer.callback import Compile
 from trainer.guards.compare import ParityError
 
@@ -70,25 +69,17 @@ class LateHalf(Strategy):
         replace_step(program.optimizers[0], update)
 
 
-class Captured(Strategy):
-    """``cuda_graph`` with an engine that works on a CPU, whose replays do nothing any more from the fault on."""
-
-    name: ClassVar[str] = "captured"
-    stage: ClassVar[Stage] = Stage.STEP
-
-    def begin(self, program: Program) -> None:
-        program.step = StepGraphs(_Engine(program.module))
-
-    def end(self, program: Program) -> None:
-        if program.step is not None:
-            program.report[self.name] = program.step.facts()
-            program.step = None
-
-
 class _Engine(RecordingEngine):
     def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         replay, results = super().capture(call)
         return (lambda: None if FAULT["on"] else replay()), results
+
+
+class Captured(Recorded):
+    """Whose replays do nothing any more from the fault on."""
+
+    name: ClassVar[str] = "captured"
+    engine: ClassVar[type[RecordingEngine]] = _Engine
 
 
 def audited(module: L.LightningModule, folder: Path, strategies: list[Any], *callbacks: Any, **options: Any) -> Any:

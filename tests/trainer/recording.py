@@ -12,7 +12,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -21,6 +21,9 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from strategies import Program, Strategy
+from strategies.base import Stage
+from strategies.cuda_graph.capture import StepGraphs
 from strategies.torch_patches import as_capturing
 
 aten = torch.ops.aten
@@ -177,3 +180,19 @@ def _copies(made: Tensor) -> bool:
     line, end, *_ = list(caller.f_code.co_positions())[caller.f_lasti // 2]
     text = "".join(linecache.getline(caller.f_code.co_filename, number) for number in range(line or 0, (end or 0) + 1))
     return made.numel() > 0 and "device" in text
+
+
+class Recorded(Strategy):
+    """``cuda_graph`` with an engine that works on a CPU."""
+
+    name: ClassVar[str] = "recorded"
+    stage: ClassVar[Stage] = Stage.STEP
+    engine: ClassVar[type[RecordingEngine]] = RecordingEngine
+
+    def begin(self, program: Program) -> None:
+        program.step = StepGraphs(self.engine(program.module))
+
+    def end(self, program: Program) -> None:
+        if program.step is not None:
+            program.report[self.name] = program.step.facts()
+            program.step = None

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer import habits
 from tests.trainer.lightning_modules import quiet_trainer
-from tests.trainer.test_step_capture import Recorded
+from tests.trainer.recording import Recorded
 from trainer.callback import Compile
 
 STEPS, STEPS_UNTIL_REFUSED = 64, 24

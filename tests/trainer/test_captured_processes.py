@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import pytest
@@ -13,33 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from strategies import Program, Strategy
-from strategies.base import Stage
-from strategies.cuda_graph.capture import StepGraphs
 from strategies.cuda_graph.steps import Unused, Used
 from tests.processes import Pair
 from tests.trainer.lightning_modules import Losses, quiet_trainer
-from tests.trainer.recording import RecordingEngine
+from tests.trainer.recording import Recorded
 from trainer.callback import Compile
 from trainer.loops.fsdp2 import FSDP2
 
-pytestmark = [pytest.mark.xdist_group("two_processes"), pytest.mark.timeout(180)]
-STEPS = 24
-
-
-class Recorded(Strategy):
-    """``cuda_graph`` with an engine that works on a CPU."""
-
-    name: ClassVar[str] = "recorded"
-    stage: ClassVar[Stage] = Stage.STEP
-
-    def begin(self, program: Program) -> None:
-        program.step = StepGraphs(RecordingEngine(program.module))
-
-    def end(self, program: Program) -> None:
-        if program.step is not None:
-            program.report[self.name] = program.step.facts()
-            program.step = None
+pytestmark = pytest.mark.xdist_group("two_processes")
+STEPS = 20
 
 
 class Net(L.LightningModule):
@@ -93,39 +75,58 @@ def train(strategies: list[Any], habit: str = "", **options: Any) -> tuple[list[
     return losses.values, facts, [parameter.detach() for parameter in module.parameters()]
 
 
-def captured(strategy: str, accumulate: int, habit: str = "") -> Any:
-    options = {"devices": 2, "strategy": strategy, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
-    return train([], habit, **options), train([Recorded()], habit, **options)
+Case = tuple[str, int, str]
+"""Lightning's strategy, micro-batches of a step, habit."""
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), [("ddp", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3)])
-def test_captured_steps_are_the_uncaptured_ones(pair: Pair, strategy: str, accumulate: int) -> None:
-    for plain, (losses, facts, weights) in pair(captured, strategy, accumulate):
-        assert facts["replayed_steps"] >= 8, facts
-        assert losses == pytest.approx(plain[0], abs=1e-6)
-        for one, other in zip(weights, plain[2], strict=True):
-            torch.testing.assert_close(one, other)
+def captured(cases: list[Case]) -> list[Any]:
+    """On two ranks: each case without capture and with it."""
+    both = []
+    for strategy, accumulate, habit in cases:
+        options = {
+            "devices": 2,
+            "strategy": strategy,
+            "accumulate_grad_batches": accumulate,
+            "gradient_clip_val": 0.5,
+        }
+        both.append((train([], habit, **options), train([Recorded()], habit, **options)))
+    return both
 
 
-@pytest.mark.parametrize(
-    ("habit", "refused"),
-    [
-        ("two shapes", ""),
-        ("its index", "batch_idx"),
-        ("reads a number", "operation not permitted when stream is capturing"),
-        ("a weight without gradient", "not every weight has a gradient in each micro-batch"),
-    ],
-)
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_steps_that_are_captured_in_part_or_not_at_all_lose_no_gradient(
-    pair: Pair, habit: str, refused: str, accumulate: int
-) -> None:
-    for plain, (losses, facts, weights) in pair(captured, "fsdp2", accumulate, habit):
-        if accumulate > 1 or habit != "a weight without gradient":
-            assert refused in str(facts["refused"]), facts
-        assert losses == pytest.approx(plain[0], abs=1e-6), facts
-        for one, other in zip(weights, plain[2], strict=True):
-            torch.testing.assert_close(one, other)
+def assert_alike(plain: Any, with_graphs: Any) -> None:
+    losses, facts, weights = with_graphs
+    assert losses == pytest.approx(plain[0], abs=1e-6), facts
+    for one, other in zip(weights, plain[2], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_captured_steps_are_the_uncaptured_ones(pair: Pair, subtests: pytest.Subtests) -> None:
+    cases = [("ddp", 1, ""), ("ddp", 2, ""), ("fsdp2", 1, ""), ("fsdp2", 2, ""), ("fsdp2", 3, "")]
+    for rank, trainings in enumerate(pair(captured, cases, timeout_seconds=280)):
+        for case, (plain, with_graphs) in zip(cases, trainings, strict=True):
+            with subtests.test(rank=rank, case=case):
+                assert with_graphs[1]["replayed_steps"] >= 8, with_graphs[1]
+                assert_alike(plain, with_graphs)
+
+
+REFUSED = {
+    "two shapes": "",
+    "its index": "batch_idx",
+    "reads a number": "operation not permitted when stream is capturing",
+    "a weight without gradient": "not every weight has a gradient in each micro-batch",
+}
+"""What is said of a habit."""
+
+
+def test_steps_that_are_captured_in_part_or_not_at_all_lose_no_gradient(pair: Pair, subtests: pytest.Subtests) -> None:
+    cases = [("fsdp2", accumulate, habit) for accumulate in (1, 3) for habit in REFUSED]
+    for rank, trainings in enumerate(pair(captured, cases, timeout_seconds=280)):
+        for case, (plain, with_graphs) in zip(cases, trainings, strict=True):
+            with subtests.test(rank=rank, case=case):
+                _, accumulate, habit = case
+                if accumulate > 1 or habit != "a weight without gradient":
+                    assert REFUSED[habit] in str(with_graphs[1]["refused"]), with_graphs[1]
+                assert_alike(plain, with_graphs)
 
 
 @pytest.mark.parametrize("question", [dataclasses.is_dataclass, bool, lambda one: isinstance(one, int)])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Optimizer, Regional, Strategy
-from tests.trainer.test_step_capture import Net, Recorded, fit
+from tests.trainer.recording import Recorded
+from tests.trainer.test_step_capture import Net, fit
 from trainer.callback import Compile
 
 

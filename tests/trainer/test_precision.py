@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import Optimizer, Strategy
 from tests.trainer.lightning_modules import quiet_trainer
+from tests.trainer.recording import Recorded
 from tests.trainer.runs import curve, relative_differences, train
-from tests.trainer.test_step_capture import Recorded
 from trainer.build import Mixed
 from trainer.callback import Compile
 from trainer.telemetry.record import RunRecord

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import pytest
@@ -14,28 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import Program, Strategy
-from strategies.base import Stage
 from strategies.cuda_graph import capture
-from strategies.cuda_graph.capture import StepGraphs
 from tests.trainer.lightning_modules import quiet_trainer
-from tests.trainer.recording import RecordingEngine
+from tests.trainer.recording import Recorded
 from trainer.callback import Compile
-
-
-class Recorded(Strategy):
-    """``cuda_graph`` with an engine that works on a CPU."""
-
-    name: ClassVar[str] = "recorded"
-    stage: ClassVar[Stage] = Stage.STEP
-
-    def begin(self, program: Program) -> None:
-        program.step = StepGraphs(RecordingEngine(program.module))
-
-    def end(self, program: Program) -> None:
-        if program.step is not None:
-            program.report[self.name] = program.step.facts()
-            program.step = None
 
 
 class Net(L.LightningModule):
