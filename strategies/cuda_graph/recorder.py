@@ -25,9 +25,7 @@ from strategies.cuda_graph.values import (
     LIGHTNING,
     HostValues,
     Unrepeatable,
-    generator_state,
     random_states,
-    set_generator_state,
     top_of,
 )
 from strategies.errors import origin_of
@@ -37,7 +35,7 @@ _PURE = """builtins math cmath _operator itertools _functools functools _collect
 _struct _sre re _string _warnings _thread _weakref _typing typing _json _csv array _copy copyreg _contextvars _ast _stat
 _statistics _decimal sys gc _queue _imp _codecs _locale _weakrefset inspect random _random unicodedata"""
 PURE_STDLIB = frozenset(_PURE.split())
-"""Modules of the standard library whose C functions bring nothing from outside; generators are compared by state."""
+"""Modules of the standard library whose C functions bring nothing from outside; the global generators are compared by state."""
 
 
 class HostRecorder(HostValues):
@@ -273,10 +271,6 @@ class HostRecorder(HostValues):
         for change in self.state().changes():
             self._problem(f"changes {change.what}, which a replay would not")
             change.undo()
-        for label, generator, before in self._generators.values():
-            if generator_state(generator) != before:
-                self._problem(f"draws random numbers on the host from {label}: draw them on the device")
-                set_generator_state(generator, before)
 
 
 def found_on_class(cls: type, name: str) -> tuple[type | None, Any]:

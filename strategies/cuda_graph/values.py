@@ -13,7 +13,6 @@ import enum
 import functools
 import gc
 import logging
-import pickle
 import random
 import re
 import sys
@@ -55,7 +54,7 @@ OBSERVED_OF_TORCH = (
 
 
 class Unrepeatable(BaseException):
-    """A call is about to use up something that cannot be put back. No Exception: the call may catch those."""
+    """A call is about to use up an iterator, or to draw on the host. No Exception: the call may catch those."""
 
 
 class HostValues:
@@ -72,7 +71,6 @@ class HostValues:
         self._contents: dict[int, tuple[Any, str, Any]] = {}
         self._tensors: dict[int, tuple[Tensor, str]] = {}
         self._values: dict[tuple[int, str], Value] = {}
-        self._generators: dict[int, tuple[str, Any, Any]] = {}
         self._labels: dict[int, str] = {}
         self._kept: list[Any] = []
         self._busy = 0
@@ -114,8 +112,10 @@ class HostValues:
         elif isinstance(value, weakref.ref):
             self._reach(value(), label)
         elif isinstance(value, random.Random | numpy.random.Generator | numpy.random.RandomState | torch.Generator):
-            self._label(value, label)
-            self._generators[id(value)] = (label, value, generator_state(value))
+            # One on a device advances within a graph, or its capture fails.
+            if not isinstance(value, torch.Generator) or value.device.type == "cpu":
+                self._problem(f"draws random numbers on the host from {label}: draw them on the device")
+                raise Unrepeatable
         elif isinstance(value, numpy.ndarray):
             self._label(value, label)
             self._compare_numbers(label, value.nbytes, value.tobytes)
@@ -311,29 +311,6 @@ class HostValues:
 
 def top_of(cls: type) -> str:
     return cls.__module__.partition(".")[0]
-
-
-def generator_state(generator: Any) -> Any:
-    """State of a random generator on the host, to compare and to put back; None for one on a device."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        # One on a device advances within a graph, or its capture fails.
-        return generator.get_state().numpy().tobytes() if generator.device.type == "cpu" else None
-    return pickle.dumps(_bits(generator).state)
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    else:
-        _bits(generator).state = pickle.loads(state)
-
-
-def _bits(generator: Any) -> Any:
-    return generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
 
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
