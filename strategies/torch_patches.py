@@ -60,26 +60,11 @@ def embeddings_as_in_eager() -> Iterator[None]:
         return
     from torch._inductor import decomposition, lowering
 
-    gradient = torch.ops.aten.embedding_dense_backward
-    keys = [gradient, *(getattr(gradient, name) for name in gradient.overloads())]
-    decompositions: list[dict[Any, Any]] = [decomposition.decompositions, decomposition.fast_random_decomps()]
-    tables = [*decompositions, lowering.lowerings]
-    sets: list[Any] = [lowering.fallbacks, lowering.needs_realized_inputs]
-    entries = [{key: table[key] for key in keys if key in table} for table in tables]
-    members = [{key for key in keys if key in each} for each in sets]
-    lowering.make_fallback(gradient, warn=False, override_decomp=True)
-    for table in decompositions:
-        table.pop(gradient.default, None)
-    try:
+    # As torch does it on XPUs: what is not taken apart is called as it is. The entry says how, and is never reached
+    # where it is taken apart, so that it may stay.
+    lowering.make_fallback(torch.ops.aten.embedding_dense_backward, warn=False, override_decomp=True)
+    with mock.patch.object(decomposition, "decomp_embedding_dense_backward", return_value=NotImplemented):
         yield
-    finally:
-        for table, kept in zip(tables, entries, strict=True):
-            for key in keys:
-                table.pop(key, None)
-            table.update(kept)
-        for each, there in zip(sets, members, strict=True):
-            for key in set(keys) - there:
-                each.discard(key)
 
 
 @contextlib.contextmanager
