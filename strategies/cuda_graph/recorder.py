@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.cuda_graph.state import GONE, HostState, Names, Value
+from strategies.cuda_graph.state import GONE, HostState, Value, named
 from strategies.cuda_graph.values import (
     LIGHTNING,
     HostValues,
@@ -50,6 +50,7 @@ class HostRecorder(HostValues):
         self._codes: set[types.CodeType] = set()
         self._found_on_class: Any = functools.cache(found_on_class)
         self._thread = threading.get_ident()
+        self._written: set[tuple[int, str]] = set()
         self._shards: dict[tuple[int, str], Any] = {}
         """Sharded parameters, whose place is taken by what was gathered for the length of a forward."""
 
@@ -85,8 +86,7 @@ class HostRecorder(HostValues):
 
     def state(self) -> HostState:
         """What was read, to be compared before each replay."""
-        names, values = list(self._names.values()), list(self._values.values())
-        return HostState(names, list(self._contents.values()), list(self._tensors.values()), values)
+        return HostState([*self._values.values()], [*self._contents.values()], [*self._tensors.values()])
 
     # ---- reads of attributes -------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class HostRecorder(HostValues):
                 value = getter(obj, name)
         except AttributeError:
             with self._quiet():
-                self._of(obj).absent.add(name)
+                self._expect(attributes_of(obj), name, GONE, label, obj)
             raise
         with self._quiet():
             full = f"{label}{name}"
@@ -167,26 +167,22 @@ class HostRecorder(HostValues):
         return value
 
     def _found(self, obj: Any, name: str, value: Any, owner: type | None, static: Any) -> None:
-        names = self._of(obj)
-        if name in names.mapping:
-            self._expect(names, name, value, (id(obj), name))
-        else:
-            names.absent.add(name)
-            if owner is not None and not self._is_library(owner):
-                of_class = self._names_of(vars(owner), f"{owner.__qualname__}.", owner)
-                self._expect(of_class, name, static, (id(owner), name))
-        self._reach(value, f"{names.label}{name}")
+        label, attributes = self._labels[id(obj)], attributes_of(obj)
+        self._expect(attributes, name, attributes.get(name, GONE), label, obj)
+        if name not in attributes and owner is not None and not self._is_library(owner):
+            self._expect(vars(owner), name, static, f"{owner.__qualname__}.", owner)
+        self._reach(value, f"{label}{name}")
 
     def _read_all(self, obj: Any, attributes: dict[str, Any]) -> None:
-        names, ignored = self._of(obj), self._ignored
+        label, ignored = self._labels[id(obj)], self._ignored
         for name in [name for name in attributes if name not in ignored]:
-            self._expect(names, name, attributes[name], (id(obj), name))
-            self._reach(attributes[name], f"{names.label}{name}")
+            self._expect(attributes, name, attributes[name], label, obj)
+            self._reach(attributes[name], f"{label}{name}")
 
         def present() -> list[str]:
             return [name for name in attributes if name not in ignored]
 
-        self._values.setdefault((id(obj), "__dict__"), Value(f"vars({names.label[:-1]})", present, present()))
+        self._values.setdefault((id(obj), "__dict__"), Value(f"vars({label[:-1]})", present, present()))
 
     def _read_of_module(self, obj: nn.Module, name: str, fallback: Any) -> Any:
         with self._quiet():
@@ -195,19 +191,14 @@ class HostRecorder(HostValues):
                 return fallback(obj, name)
             attributes = object.__getattribute__(obj, "__dict__")
             for kind in ("_parameters", "_buffers", "_modules"):
-                names = self._names_of(attributes[kind], label, attributes[kind])
-                if name in names.mapping:
-                    value = self._shards.get((id(names.mapping), name), names.mapping[name])
-                    self._expect(names, name, value, (id(obj), name))
+                mapping = attributes[kind]
+                if name not in mapping:
+                    self._expect(mapping, name, GONE, label, mapping)
+                elif (id(obj), name) not in self._written:
+                    value = self._shards.get((id(mapping), name), mapping[name])
+                    self._expect(mapping, name, value, label, mapping)
                     self._reach(value, f"{label}{name}")
-                else:
-                    names.absent.add(name)
             return fallback(obj, name)
-
-    def _expect(self, names: Names, name: str, value: Any, key: tuple[int, str]) -> None:
-        if name not in names.expected and key not in self._values:
-            names.expected[name] = value
-            names.where[name] = self._line()
 
     @contextlib.contextmanager
     def _writing(self, obj: Any, name: str) -> Iterator[None]:
@@ -221,6 +212,7 @@ class HostRecorder(HostValues):
                     with contextlib.suppress(AttributeError):
                         delattr(obj, name) if value is GONE else setattr(obj, name, value)
 
+                self._written.add(key)
                 read = functools.partial(getattr, obj, name, GONE)
                 self._values.setdefault(key, Value(f"{label}{name}", read, read(), self._line(), put))
         with self._quiet():
@@ -239,13 +231,11 @@ class HostRecorder(HostValues):
             if origin_of(code.co_filename) != "other":
                 return
             with self._quiet():
-                names = self._names_of(frame.f_globals, "global ", frame.f_globals)
-                place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                place, names = f"{Path(code.co_filename).name}:{code.co_firstlineno}", frame.f_globals
                 for name in code.co_names:
-                    if name in frame.f_globals and name not in names.expected:
-                        names.expected[name] = frame.f_globals[name]
-                        names.where[name] = place
-                        self._reach(frame.f_globals[name], name)
+                    if name in names and (id(names), name) not in self._values:
+                        self._values[id(names), name] = named(names, name, names[name], "global ", place)
+                        self._reach(names[name], name)
 
     def _called(self, frame: types.FrameType, called: Any) -> None:
         owner = getattr(called, "__self__", None)
@@ -278,3 +268,12 @@ def found_on_class(cls: type, name: str) -> tuple[type | None, Any]:
     """The class that ``name`` is found on, and what it is there."""
     owner = next((base for base in cls.__mro__ if name in base.__dict__), None)
     return owner, None if owner is None else owner.__dict__[name]
+
+
+def attributes_of(obj: Any) -> dict[str, Any]:
+    """Its own, whatever its class says; empty where it has slots alone."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        attributes = {}
+    return attributes

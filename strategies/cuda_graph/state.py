@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_
 from types import MethodType
@@ -28,35 +28,8 @@ GONE = object()
 
 
 @dataclass(slots=True)
-class Names:
-    """Names read from one mapping: attributes of an object, globals of a module, entries of a module's parameters."""
-
-    mapping: Mapping[str, Any]
-    label: str
-    owner: Any = None
-    """Whose names they are; of a class, the mapping itself cannot be written to."""
-    expected: dict[str, Any] = field(default_factory=dict)
-    absent: set[str] = field(default_factory=set)
-    """Names that were looked for here and found elsewhere, or nowhere."""
-    where: dict[str, str] = field(default_factory=dict)
-    """File and line of the first read of each name."""
-
-    def named(self, name: str) -> str:
-        place = self.where.get(name)
-        return f"{self.label}{name}" + (f" ({place})" if place else "")
-
-    def put(self, name: str, value: Any) -> None:
-        if not isinstance(self.mapping, dict):
-            setattr(self.owner, name, value)
-        elif value is GONE:
-            del self.mapping[name]
-        else:
-            self.mapping[name] = value
-
-
-@dataclass(slots=True)
 class Value:
-    """One value that is read anew and compared."""
+    """One value that is read anew and compared: an attribute, a global, a property, the numbers of an array."""
 
     label: str
     read: Callable[[], Any]
@@ -69,6 +42,21 @@ class Value:
         return f"{self.label} ({self.where})" if self.where else self.label
 
 
+def named(mapping: Mapping[str, Any], name: str, value: Any, label: str, where: str = "", owner: Any = None) -> Value:
+    """A name in ``mapping``: an attribute, a global, a parameter; GONE where it is found elsewhere, or nowhere. The
+    names of a class, the ``owner``, cannot be written to there."""
+
+    def put(value: Any) -> None:
+        if not isinstance(mapping, dict):
+            setattr(owner, name, value)
+        elif value is GONE:
+            mapping.pop(name, None)
+        else:
+            mapping[name] = value
+
+    return Value(f"{label}{name}", partial(mapping.get, name, GONE), value, where, put)
+
+
 class Change(NamedTuple):
     """A value that is not what it was."""
 
@@ -79,19 +67,16 @@ class Change(NamedTuple):
 
 
 class HostState:
-    """What a call read on the host, as it was then. That is attributes and globals (``names``), the entries of
-    containers (by identity, plain values by value), and ``values`` to be read anew: properties, slots, arrays. Of
-    tensors it is storage, shape and ``requires_grad``."""
+    """What a call read on the host, as it was then: ``values``, to be read anew, and the entries of containers (by
+    identity, plain values by value). Of tensors it is storage, shape and ``requires_grad``."""
 
     def __init__(
         self,
-        names: Sequence[Names] = (),
+        values: Sequence[Value] = (),
         contents: Sequence[tuple[Any, str, Any]] = (),
         tensors: Sequence[tuple[Tensor, str]] = (),
-        values: Sequence[Value] = (),
     ) -> None:
-        self._names = [each for each in names if each.expected or each.absent]
-        self._contents, self._tensors, self._values = contents, tensors, [*values]
+        self._values, self._contents, self._tensors = [*values], contents, tensors
         self._prints = self._fingerprints()
         for label, of in (
             ("torch's global settings (autocast, TF32, ...)", torch_modes),
@@ -111,17 +96,11 @@ class HostState:
         return next((change.how for change in self.changes()), None)
 
     def changes(self) -> Iterator[Change]:
-        for names in self._names:
-            now_of = names.mapping.get
-            for name, then in names.expected.items():
-                now = now_of(name, GONE)
-                if now is not then and not same(now, then):  # a model of 400 modules has thousands of names
-                    what = names.named(name)
-                    yield Change(what, difference(what, then, now), partial(names.put, name, then))
-            if not names.mapping.keys().isdisjoint(names.absent):
-                for name in sorted(names.absent.intersection(names.mapping)):
-                    what = names.named(name)
-                    yield Change(what, f"{what} was not there before", partial(names.put, name, GONE))
+        for value in self._values:  # a model of 400 modules has thousands
+            now = value.read()
+            if now is not value.expected and not same(now, value.expected):
+                undo = (lambda: None) if value.put is None else partial(value.put, value.expected)
+                yield Change(str(value), difference(str(value), value.expected, now), undo)
         for entry in self._contents:
             if (entry[0] or entry[2]) and not is_unchanged(entry):  # most are empty: a module's hooks
                 yield Change(f"the entries of {entry[1]}", changed_entry(*entry), partial(refill, entry[0], entry[2]))
@@ -129,10 +108,6 @@ class HostState:
             if now != then:
                 how = f"{what} has another storage, shape, requires_grad or hook than before"
                 yield Change(what, how, lambda: None)
-        for value in self._values:
-            if not same(now := value.read(), value.expected):
-                undo = (lambda: None) if value.put is None else partial(value.put, value.expected)
-                yield Change(str(value), difference(str(value), value.expected, now), undo)
 
     def _fingerprints(self) -> list[tuple[int, Any]]:
         return [(tensor.data_ptr(), fingerprint(tensor)) for tensor, _ in self._tensors]
@@ -140,6 +115,8 @@ class HostState:
 
 def difference(label: str, then: Any, now: Any) -> str:
     """One value that changed, and what to do about it."""
+    if then is GONE:
+        return f"{label} was not there before"
     if isinstance(now, Tensor):
         return f"{label} is another tensor than before: fill it in place (copy_) instead of replacing it"
     if isinstance(now, bytes) or isinstance(then, bytes):

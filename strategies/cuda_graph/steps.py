@@ -24,7 +24,7 @@ from strategies.base import CannotCapture, Program
 from strategies.compose import eager
 from strategies.cuda_graph.capture import NotYet, Observation, StateChanges, StepGraphs
 from strategies.cuda_graph.recorder import HostRecorder
-from strategies.cuda_graph.state import HostState, Names, Value, entries_of
+from strategies.cuda_graph.state import HostState, Value, entries_of, named
 from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
 from strategies.optimizer.step import GraphedStep, graphed
@@ -315,7 +315,11 @@ def observed(loop: Loop, program: Program, batch: Any, run: Callable[[], Any]) -
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:
     """The tensors that a captured step of ``optimizer`` works on, its hooks and its parameters."""
-    states = [Names(state, "optimizer.state.", expected=dict(state)) for state in optimizer.state.values()]
+    states = [
+        named(state, name, value, "optimizer.state.")
+        for state in optimizer.state.values()
+        for name, value in state.items()
+    ]
     held = [optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     held += [group["params"] for group in optimizer.param_groups]
     return HostState(states, [(each, "the optimizer's state", entries_of(each)) for each in held])

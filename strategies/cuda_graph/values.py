@@ -27,7 +27,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from strategies.cuda_graph.state import CONTAINERS, PLAIN, Names, Value, entries_of
+from strategies.cuda_graph.state import CONTAINERS, PLAIN, Value, entries_of, named
 from strategies.errors import TORCH_AND_LIGHTNING, is_ours, origin_of
 
 MAX_ENTRIES = 100_000
@@ -67,7 +67,6 @@ class HostValues:
 
     def __init__(self, device: torch.device, problem_types: Mapping[type, str]) -> None:
         self._device, self._problem_types = device, problem_types
-        self._names: dict[int, Names] = {}
         self._contents: dict[int, tuple[Any, str, Any]] = {}
         self._tensors: dict[int, tuple[Tensor, str]] = {}
         self._values: dict[tuple[int, str], Value] = {}
@@ -79,9 +78,6 @@ class HostValues:
         self._problems: dict[str, None] = {}
 
     def _patch(self, cls: type) -> None:
-        raise NotImplementedError
-
-    def _expect(self, names: Names, name: str, value: Any, key: tuple[int, str]) -> None:
         raise NotImplementedError
 
     # ---- what a value leads to -----------------------------------------------------------------------------------
@@ -173,9 +169,8 @@ class HostValues:
                 self._reach(default, f"a default of {function.__qualname__}")
             for name, default in (function.__kwdefaults__ or {}).items():
                 self._reach(default, f"{name} of {function.__qualname__}")
-            names = self._names_of(vars(function), f"{function.__qualname__}.", function)
             for name, value in vars(function).items():
-                self._expect(names, name, value, (id(function), name))
+                self._expect(vars(function), name, value, f"{function.__qualname__}.", function)
                 self._reach(value, f"{function.__qualname__}.{name}")
         code = function.__code__
         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
@@ -222,10 +217,9 @@ class HostValues:
         for base in cls.__mro__:
             if not self._is_library(base) and not issubclass(base, enum.Enum) and id(base) not in self._labels:
                 self._label(base, f"{base.__qualname__}.")
-                names = self._names_of(vars(base), f"{base.__qualname__}.", base)
                 for name, value in list(vars(base).items()):
                     if not name.startswith("__"):
-                        names.expected.setdefault(name, value)
+                        self._expect(vars(base), name, value, f"{base.__qualname__}.", base)
                         if not isinstance(value, types.FunctionType | type):
                             self._reach(value, f"{base.__qualname__}.{name}")
 
@@ -279,18 +273,12 @@ class HostValues:
         self._labels[id(value)] = label
         self._kept.append(value)  # an id is only its own as long as it lives
 
-    def _of(self, obj: Any) -> Names:
-        try:
-            attributes = object.__getattribute__(obj, "__dict__")
-        except AttributeError:
-            attributes = {}
-        return self._names_of(attributes, self._labels[id(obj)], obj)
-
-    def _names_of(self, mapping: Any, label: str, key: Any) -> Names:
-        if id(key) not in self._names:
-            self._kept.append(key)
-            self._names[id(key)] = Names(mapping, label, owner=key)
-        return self._names[id(key)]
+    def _expect(self, mapping: Any, name: str, value: Any, label: str, owner: Any) -> None:
+        """``name`` is ``value`` in ``mapping``, the names of ``owner``, unless the call has written to it before."""
+        key = id(owner), name
+        if key not in self._values:
+            self._kept.append(owner)
+            self._values[key] = named(mapping, name, value, label, self._line(), owner)
 
     def _problem(self, reason: str) -> None:
         self._problems.setdefault(reason)

@@ -20,7 +20,7 @@ from strategies.cuda_graph.capture import (
     StateChanges,
     StepGraphs,
 )
-from strategies.cuda_graph.state import HostState, Names
+from strategies.cuda_graph.state import HostState, named
 from tests.trainer.recording import RecordingEngine
 
 
@@ -49,7 +49,7 @@ class Host:
 
     def observe(self) -> Observation:
         self.observations += 1
-        return Observation(HostState([Names(vars(self), "", expected={"factor": self.factor})]), self.problems)
+        return Observation(HostState([named(vars(self), "factor", self.factor, "")]), self.problems)
 
 
 def multiplied(graphs: StepGraphs, rows: int, host: Host, *, kind: str = "step") -> Tensor:
