@@ -72,6 +72,8 @@ def test_no_payback_is_claimed_where_the_spread_allows_no_claim() -> None:
     assert "pays" not in " ".join(lines)
     single = run_verdict(record(timed([0.1], [0.05])))
     assert single.outcome == "no difference shown", "one pair has no spread"
+    wide = verdict_lines(record(timed([0.1, 0.1], [0.05, 0.2])))[0]
+    assert ": 1.00x in 2 pairs" in wide, "0.00 to 44,000 would say nothing"
 
 
 def test_an_interval_on_one_side_shows_nothing_where_the_steps_of_one_side_differ_by_more() -> None:

@@ -23,6 +23,8 @@ MANY_RECOMPILES = 3
 """Recompiles of a training with batches of several shapes from which on buckets are worth a try."""
 IDLE_SHARE, FULL_UTILIZATION = 0.2, 0.4
 """A GPU that is idle for more of a step, or whose matrix units do less than that, may wait for the host's launches."""
+WIDEST = 10
+"""An interval whose ends are further apart, of two or three pairs, is not worth its figures."""
 SHORT = "takes 5% of a run at most, and this one was too short"
 
 
@@ -198,8 +200,9 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
         f"{record.label} {milliseconds(verdict.step_seconds)}, eager {milliseconds(verdict.eager_step_seconds)} "
         f"a step on the same batch{'' if verdict.batches == 1 else 'es'}: {verdict.ratio:.2f}x"
     )
-    if verdict.ratio_low is not None and verdict.ratio_high is not None:
-        figures += f", {verdict.ratio_low:.2f} to {verdict.ratio_high:.2f}"
+    low, high = verdict.ratio_low, verdict.ratio_high
+    if low is not None and high is not None and high < WIDEST * low:
+        figures += f", {low:.2f} to {high:.2f}"
     figures += f" in {verdict.pairs} pair{'' if verdict.pairs == 1 else 's'}"
     if verdict.batches > 1:
         figures += f" of {verdict.batches} batches"
