@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch._dynamo import exc as dynamo_errors
 from torch._inductor import exc as inductor_errors
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from strategies.credentials import hidden
 
@@ -22,6 +23,7 @@ OF_THE_COMPILER: tuple[type[BaseException], ...] = (
     inductor_errors.SubgraphLoweringException,
     inductor_errors.InvalidCxxCompiler,
     inductor_errors.CppCompileError,
+    GuardOnDataDependentSymNode,  # a branch on a size that data decide, with fullgraph=True
 )
 
 TORCH_AND_LIGHTNING = ("torch", "torchvision", "triton", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")

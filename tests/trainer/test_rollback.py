@@ -33,6 +33,14 @@ class Odd(nn.Module):
         return self.linear(x_BD).tanh()
 
 
+class Picks(Odd):
+    """Branches on a size that the data decide, as mixtures of experts do."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        rows = (x_BD[:, 0] > 0).nonzero()[:, 0]
+        return x_BD.index_add(0, rows, self.linear(x_BD[rows])) if len(rows) else x_BD
+
+
 class WithPart(Blocks):
     """Blocks and, between stem and blocks, an odd part."""
 
@@ -99,10 +107,12 @@ def test_a_run_of_which_nothing_compiles_is_eager_and_says_so(backend: str, tmp_
     assert compile_.record.report["parity"]["verdict"] == "skipped"
 
 
-def test_fail_ends_the_run_before_the_first_step(tmp_path: Path) -> None:
-    compile_ = Compile([Regional(backend="tests_no_tanh", parts=["odd"])])
-    with pytest.raises(Exception, match="no tanh here") as raised:
-        fit(WithPart(), tmp_path, [compile_])
+@pytest.mark.parametrize(("part", "complaint"), [(Odd, "no tanh here"), (Picks, "data-dependent expression")])
+def test_fail_ends_the_run_before_the_first_step(part: type[Odd], complaint: str, tmp_path: Path) -> None:
+    compile_, module = Compile([Regional(backend="tests_no_tanh", parts=["odd"])]), WithPart()
+    module.odd = part()
+    with pytest.raises(Exception, match=complaint) as raised:
+        fit(module, tmp_path, [compile_])
     assert compile_.record.steps == 0
     assert raised.value.__notes__ == [REMEDY]
     assert (compile_.record.reason or "").endswith(REMEDY)
