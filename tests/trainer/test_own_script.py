@@ -229,7 +229,7 @@ def test_blocks_that_are_replaced_between_two_fits_are_compiled(tmp_path: Path) 
 
 def test_a_trial_of_the_trainer_saves_nothing(tmp_path: Path) -> None:
     compile_ = regional()
-    trainer(tmp_path, compile_, fast_dev_run=True).fit(Blocks(), data())
+    trainer(tmp_path, compile_, fast_dev_run=True, logger=True).fit(Blocks(), data())  # a DummyLogger takes its place
     assert compile_.record.status == "finished"
     assert not [*tmp_path.rglob("record.json")]
 
