@@ -31,6 +31,5 @@ from trainer.loops.fsdp2 import FSDP2 as FSDP2
 from trainer.loops.processes import DDP as DDP
 from trainer.report.comparison import compare_runs as compare_runs
 from trainer.report.runs import find as find
-from trainer.sweep.in_process import ModelComparison as ModelComparison
 from trainer.sweep.in_process import compare as compare
 from trainer.telemetry.record import RunRecord as RunRecord

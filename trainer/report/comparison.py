@@ -85,7 +85,7 @@ class Row:
         return self.fixed_seconds + steps * self.cost.step_seconds
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, repr=False)
 class WorkloadComparison:
     """All arms of one workload."""
 
@@ -109,6 +109,9 @@ class WorkloadComparison:
     and the baseline."""
     verdict: str = ""
     """One plain sentence: which arm to use, for how many steps."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.workload}: {self.verdict}>"
 
     @property
     def baseline_row(self) -> Row | None:

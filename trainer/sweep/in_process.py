@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import io
 import itertools
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +41,7 @@ from trainer.callback import Compile
 from trainer.guards.rollback import throwaway_trainer
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.training import note_machine
-from trainer.process import handled, process_settings
+from trainer.process import process_settings
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
@@ -60,42 +58,6 @@ MAX_STEPS = 1_000_000_000
 """For learning-rate schedules, which are the same in every arm; turns end before."""
 OWN = ("logger", "max_steps", "max_epochs", "max_time", "min_steps", "min_epochs", "enable_checkpointing")
 """Options of Lightning's Trainer that are the comparison's."""
-WIDTH = 100
-
-
-@dataclass(kw_only=True, slots=True)
-class ModelComparison:
-    """What ``crucible.compare`` measured."""
-
-    runs: list[Run] = field(default_factory=list)
-    """A record for each turn: of every arm one a round. Failed and interrupted ones are among them."""
-    comparison: WorkloadComparison
-    """The arms side by side, as ``crucible.compare_runs`` makes it of any runs."""
-    notes: list[str] = field(default_factory=list)
-    """What was left out, and what weakens the figures."""
-
-    @property
-    def verdict(self) -> str:
-        """Which arm to use, for how many steps, in a sentence."""
-        return self.comparison.verdict
-
-    @property
-    def table(self) -> str:
-        """Table, verdict and notes as plain text."""
-        out = io.StringIO()
-        self.show(Console(file=out, width=WIDTH, highlight=False, color_system=None))
-        return out.getvalue()
-
-    def show(self, console: Console) -> None:
-        tables.show([self.comparison], console)
-        for note in self.notes:
-            console.print(f"note: {note}", markup=False)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self.runs)} runs: {self.verdict}>"
-
-    def __str__(self) -> str:
-        return self.table
 
 
 def compare(
@@ -110,11 +72,11 @@ def compare(
     out: str | Path | None = None,
     quiet: bool = False,
     **declared: Any,
-) -> ModelComparison:
+) -> WorkloadComparison:
     """Train copies of ``module`` eager and under strategies, in turn, and print which one to use for how many steps.
 
-    Afterwards the module, the random numbers and torch's settings are what they were. Ctrl-C ends the comparison with
-    what was measured so far. An arm that fails is a row with its reason.
+    Afterwards the module, the random numbers and torch's settings are what they were. An arm that fails is a row with
+    its reason. Returns what ``crucible.compare_runs`` makes of any runs: the verdict, and a row for each arm.
 
     Args:
         module: A LightningModule, or a function that makes one where it cannot be copied.
@@ -146,20 +108,17 @@ def compare(
 
     settings = TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())
     with isolate_rng(), process_settings(settings):
-        arms, notes = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
+        arms, note = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
         turns = _Turns(make=make, data=data, seed=seed, options=options, declared=declared, out=out)
         names = ", ".join(label(arm) for arm in arms)
         console.print(f"comparing {names}: {rounds} rounds, {seconds / rounds:g} s of eager each, as many steps of all")
-        try:
-            turns.all(arms, rounds, seconds / rounds, console)
-        except KeyboardInterrupt:
-            notes.append("interrupted: what follows is what was measured until then")
-            if not turns.runs:
-                raise
+        if note:
+            console.print(note, markup=False)
+        turns.all(arms, rounds, seconds / rounds, console)
+    found = compare_runs(turns.runs)[0]
     if len(set(turns.first_batches)) > 1:
-        notes.append("the arms did not see the same first batch: the order of the data does not repeat under one seed")
-    found = ModelComparison(runs=turns.runs, comparison=compare_runs(turns.runs)[0], notes=notes)
-    found.show(console)
+        found.unlike.append("first batch: the order of the data does not repeat under one seed")
+    tables.show([found], console)
     return found
 
 
@@ -179,21 +138,21 @@ def _arms(
     module: L.LightningModule,
     declared: Mapping[str, Any],
     accelerator: str,
-) -> tuple[list[list[Strategy]], list[str]]:
+) -> tuple[list[list[Strategy]], str]:
     """Eager and the others, and what to know of their choice."""
-    notes: list[str] = []
+    note = ""
     if given is None:
         alone: list[Strategy] = [Whole()]
         if declared.get("blocks") or declared.get("parts") or find_containers(module):
             alone = [Regional(), Whole()]
         else:
-            notes.append("regional is left out: no repeated blocks were found; blocks=[...] names them")
+            note = "regional is left out: no repeated blocks were found; blocks=[...] names them"
         cuda = torch.cuda.is_available() and accelerator in ("auto", "gpu", "cuda")
         given = [*alone, [alone[0], CudaGraph()]] if cuda else alone
     arms = [ordered([arm] if isinstance(arm, Strategy) else arm) for arm in given]
     if choosing := [one.name for arm in arms for one in arm if one.chooser is not None]:
         raise ValueError(f"compare: {choosing[0]} chooses by the length of a run, which a comparison does not have")
-    return [[], *(arm for arm in arms if arm)], notes
+    return [[], *(arm for arm in arms if arm)], note
 
 
 @dataclass(kw_only=True, slots=True)
@@ -247,9 +206,8 @@ class _Turns:
     def _turn(self, record: RunRecord, strategies: Sequence[Strategy], folder: str, limit: _Limit) -> None:
         torch.compiler.reset()
         began = time.perf_counter()
-        sigint_kept = handled({signal.SIGINT: signal.getsignal(signal.SIGINT)})  # Lightning ignores it after the first
         variables = {"PL_GLOBAL_SEED": str(self.seed), "PL_SEED_WORKERS": "0"}  # as they were, afterwards
-        with environment(variables), _rewound(self.data), sigint_kept, contextlib.ExitStack() as stack:
+        with environment(variables), _rewound(self.data), contextlib.ExitStack() as stack:
             if strategies:
                 stack.enter_context(compiling_in(Path(folder)))
             L.seed_everything(self.seed, verbose=False)
@@ -271,11 +229,8 @@ class _Turns:
                 data = copy.copy(self.data) if isinstance(self.data, L.LightningDataModule) else self.data
                 trainer.fit(module, data)
                 record.status = "finished"
-            except BaseException as error:
+            except Exception as error:
                 record.status, record.reason = "failed", one_line(error)
-                if limit.interrupted or not isinstance(error, Exception):
-                    record.status, record.reason = "interrupted", "Ctrl-C"
-                    raise KeyboardInterrupt from error  # Lightning has made a SystemExit of it
                 if not strategies:
                     raise
             finally:
@@ -299,7 +254,6 @@ class _Limit(L.Callback):
         self._steps, self._seconds = steps, seconds
         self._began: float | None = None
         self.first_batch: Any = None
-        self.interrupted = False
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.first_batch is None:
@@ -313,9 +267,6 @@ class _Limit(L.Callback):
         over = self._seconds is not None and self._began is not None and now - self._began >= self._seconds
         enough = steps >= WARMUP_STEPS + MIN_STEADY_STEPS
         trainer.should_stop |= (self._steps is not None and steps >= self._steps) or (over and enough)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.interrupted = isinstance(exception, KeyboardInterrupt)
 
 
 def _said(record: RunRecord) -> str:
