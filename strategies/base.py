@@ -237,6 +237,8 @@ class Strategy:
     """``module:Class`` of what chooses other strategies in the place of this one when the first batch is there, if it
     stands for such a choice. The class is called as ``trainer.auto.chooser.Chooser`` is."""
 
+    headlines: ClassVar[tuple[str, ...]] = ()
+    """Facts of its report that a person looks for first, by dotted name; all are shown where it has none of these."""
     takeover: ClassVar[str | None] = None
     """``module:Class`` of what trains in eager first and lets the other strategies take over later, if it does. The
     class is called as ``trainer.background.takeover.Takeover`` is."""

@@ -207,6 +207,9 @@ class Auto(Strategy):
 
     name: ClassVar[str] = "auto"
     stage: ClassVar[Stage] = Stage.MODULE
+    headlines: ClassVar[tuple[str, ...]] = (
+        *("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
+    )
     chooser: ClassVar[str | None] = "trainer.auto.chooser:Chooser"
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
@@ -257,6 +260,10 @@ class Background(Strategy):
 
     name: ClassVar[str] = "background"
     stage: ClassVar[Stage] = Stage.BACKGROUND
+    headlines: ClassVar[tuple[str, ...]] = (
+        *("switched", "regions", "helper_seconds", "helper_failed", "eager_step_seconds_median"),
+        *("longest_eager_step_seconds", "longest_switching_step_seconds"),
+    )
     takeover: ClassVar[str | None] = "trainer.background.takeover:Takeover"
 
     at_step: int | None = None

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from strategies import STRATEGIES
 from trainer.checkpoints import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
 from trainer.telemetry.files import headlines, number
@@ -200,6 +201,7 @@ def summary(record: RunRecord) -> dict[str, str]:
     memory = {"device": record.peak_device_memory_gib, "process": record.peak_process_memory_gib}
     machine = None if record.machine is None else record.machine.busy
     share = record.model_flops_utilization_measured_peak
+    found = {name: facts for name, facts in record.report.items() if name not in OWN_ROWS}
     rows = {
         "strategies": record.label + chosen,
         "device": _device(record),
@@ -208,7 +210,7 @@ def summary(record: RunRecord) -> dict[str, str]:
         "ran eager instead": _fallbacks(record),
         "parity with eager": _parity(record),
         "audits": _audits(record),
-        **headlines({name: facts for name, facts in record.report.items() if name not in OWN_ROWS}),
+        **headlines(found, {name: kind.headlines for name, kind in STRATEGIES.items()}),
         "CUDA graphs skipped": str(record.cudagraph_skips or ""),
         "first step": _milliseconds(record.first_step_seconds),
         "warm-up": _with("{} s in {} steps", record.warmup_seconds, record.warmup_steps)

@@ -30,6 +30,10 @@ class Buckets(Strategy):
 
     name: ClassVar[str] = "buckets"
     stage: ClassVar[Stage] = Stage.SHAPES
+    headlines: ClassVar[tuple[str, ...]] = (
+        *("edges", "expected_padded_share", "seen_padded_share"),
+        *("unexpected_training_batches", "unexpected_validation_batches"),
+    )
     reorders_data: ClassVar[bool] = True
 
     count: int = 8

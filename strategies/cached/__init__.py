@@ -34,6 +34,9 @@ class Cached(Strategy):
 
     name: ClassVar[str] = "cached"
     stage: ClassVar[Stage] = Stage.CACHE
+    headlines: ClassVar[tuple[str, ...]] = (
+        *("state", "reason", "artifacts_loaded", "load_seconds", "artifacts_saved", "refused", "save_error"),
+    )
 
     url: str | None = None
     """Folder, as fsspec writes it: a path, ``s3://bucket/folder``, ``gs://...``; null = that of ``CRUCIBLE_CACHE_URL``

@@ -24,6 +24,7 @@ class CudaGraph(Strategy):
 
     name: ClassVar[str] = "cuda_graph"
     stage: ClassVar[Stage] = Stage.STEP
+    headlines: ClassVar[tuple[str, ...]] = ("graphs", "replayed_steps", "eager_steps", "parity.verdict", "refused")
 
     required: bool = True
     """Whether a machine without CUDA, or processes whose steps no graph can hold, are an error; false = it leaves

@@ -41,6 +41,7 @@ class Optimizer(CompileOptions):
 
     name: ClassVar[str] = "optimizer"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
+    headlines: ClassVar[tuple[str, ...]] = ("form",)
 
     mode: str = "default"
     """Inductor preset, one of ``MODES``."""

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -147,21 +147,6 @@ def printable(value: Any, *, lines: bool = False) -> Any:
 
 # ---- in words ---------------------------------------------------------------------------------------------------
 
-HEADLINES: dict[str, tuple[str, ...]] = {
-    "auto": ("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
-    "background": (
-        *("switched", "regions", "helper_seconds", "helper_failed", "eager_step_seconds_median"),
-        *("longest_eager_step_seconds", "longest_switching_step_seconds"),
-    ),
-    "buckets": (
-        *("edges", "expected_padded_share", "seen_padded_share"),
-        *("unexpected_training_batches", "unexpected_validation_batches"),
-    ),
-    "cached": ("state", "reason", "artifacts_loaded", "load_seconds", "artifacts_saved", "refused", "save_error"),
-    "cuda_graph": ("graphs", "replayed_steps", "eager_steps", "parity.verdict", "refused"),
-    "optimizer": ("form",),
-}
-"""The facts that a person looks for first; of a name that is not here, or has none of these, all facts are shown."""
 ITEMS = 6
 """Most items of a list that are shown."""
 CHARACTERS = 120
@@ -169,12 +154,12 @@ CHARACTERS = 120
 MIB = 1 << 20
 
 
-def headlines(report: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """One line for each name in ``report`` that has facts."""
+def headlines(report: Mapping[str, Mapping[str, Any]], first: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """One line for each name in ``report`` that has facts: those named in ``first``; all, where it has none of them."""
     lines = {}
     for name, facts in report.items():
         every = dict(flat(facts))
-        chosen = [fact for fact in HEADLINES[name] if fact in every] if name in HEADLINES else []
+        chosen = [fact for fact in first.get(name, ()) if fact in every]
         parts = [f"{words(fact)} {shown(fact, every[fact])}" for fact in chosen or every]
         if parts:
             lines[name] = " · ".join(parts)
