@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import pytest
 from hydra.plugins.sweeper import Sweeper
 
-from trainer.sweep import environment
 from trainer.sweep import sweep as sweep_module
 from trainer.sweep.plan import PlannedCell
 
@@ -21,8 +20,6 @@ class InstantCells:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[PlannedCell] = []
         self.fails: Callable[[PlannedCell], bool] = lambda cell: False
-        self.commit = "0" * 40
-        monkeypatch.setattr(environment, "git_commit", lambda *_: self.commit)
         monkeypatch.setattr(sweep_module, "run_cell", self._run)
         # Hydra composes each cell once to see whether it can be; the launcher does so again.
         monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda self, batch: None)

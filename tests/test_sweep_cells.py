@@ -115,23 +115,6 @@ def test_a_sweep_gone_on_with_takes_further_cells(
     ]
 
 
-def test_finished_cells_of_other_code_run_again_and_are_named(
-    command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert command_line(*SWEEP, "seed=0") == 0
-    cells.commit = "1" * 39 + "2+dirty"
-    assert command_line(*SWEEP, "seed=0") == 0
-    changed = f"seed=0 (commit {'0' * 40}, now {cells.commit})"
-    assert f"runs again, because the code has changed since: {changed}" in capfd.readouterr().out
-    assert command_line(*SWEEP, "seed=0") == 0
-    assert "seed=0 (uncommitted changes)" in capfd.readouterr().out, "others, perhaps"
-    cells.commit = "3" * 40
-    for _ in range(2):
-        assert command_line(*SWEEP, "seed=0") == 0
-    assert len(cells.ran) == 4
-    assert [folder.name for folder in Path("sweep").glob("*=0")] == ["0-seed=0"]
-
-
 def test_a_cold_cell_runs_again_for_its_warm_twin(command_line: Any, cells: InstantCells) -> None:
     cells.fails = lambda cell: cell.start == "warm"
     assert command_line(*SWEEP, "repeat=cold,warm") == 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
 import signal
@@ -34,8 +33,6 @@ CELL_VARIABLE = "CRUCIBLE_CELL"
 CACHES_DIRECTORY = "caches"
 """Below a run's or a sweep's directory."""
 ROOT = Path(__file__).resolve().parents[2]
-CODE_PACKAGES = ("crucible-train", "torch", "lightning")
-"""Packages whose version decides what a cell measures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +89,6 @@ def git_commit(root: Path = ROOT) -> str | None:
             changed = _git("status", "--porcelain", "--untracked-files=no", root=root).strip()
             return _git("rev-parse", "HEAD", root=root).strip() + "+dirty" * bool(changed)
     return None
-
-
-def code_versions() -> dict[str, str | None]:
-    """The commit and the versions of the packages that decide what a cell measures, as its record names them."""
-    found = {"commit": git_commit()}
-    for package in CODE_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
 
 
 def _git(*arguments: str, root: Path = ROOT) -> str:

@@ -6,7 +6,7 @@ import io
 import shlex
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,10 +15,8 @@ from rich.console import Console
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run
-from trainer.sweep.environment import code_versions
 from trainer.sweep.plan import PlannedCell
 from trainer.sweep.processes import loaded, run_cell
-from trainer.telemetry.record import RunRecord
 
 
 class Sweep:
@@ -73,16 +71,8 @@ class Sweep:
 
     def _look_back(self) -> None:
         """Find the cells that are finished and need not run again; say why others do."""
-        finished: dict[int, RunRecord] = {}
-        now = code_versions()
-        for place, cell in enumerate(self._cells):
-            record = loaded(cell.directory)
-            if record is None or record.status != "finished":
-                continue
-            if changes := changed_since(record, now):
-                self._say(f"runs again, because the code has changed since: {cell.title} ({', '.join(changes)})")
-            else:
-                finished[place] = record
+        records = {place: loaded(cell.directory) for place, cell in enumerate(self._cells)}
+        finished = {place: one for place, one in records.items() if one is not None and one.status == "finished"}
         for place, cell in enumerate(self._cells):
             if cell.start == "warm" and place not in finished:
                 cold = self._cold(cell)
@@ -104,15 +94,6 @@ class Sweep:
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def changed_since(record: RunRecord, now: Mapping[str, str | None]) -> list[str]:
-    """What of the code is not ``now`` as it was for ``record``: ``torch 2.11.0, now 2.15.0``. Of files that are not
-    committed nobody knows."""
-    before = {"commit": record.git_commit} | {name: record.versions.get(name) for name in now if name != "commit"}
-    changed = {name: was for name, was in before.items() if was is not None and was != now[name]}
-    found = [f"{name} {was}, now {now[name]}" for name, was in changed.items()]
-    return [*found, *(["uncommitted changes"] if (record.git_commit or "").endswith("+dirty") else [])]
 
 
 def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, width: int) -> str:
