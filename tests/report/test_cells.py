@@ -40,7 +40,7 @@ def test_seeds_lengths_guards_and_places_make_no_workload_of_their_own() -> None
         configured(task__data__root="/elsewhere"),
     )
     assert [cell.workload for cell in cells] == ["captioning"]
-    assert len(cells[0].others) == 5
+    assert len(cells[0].cold) == 5
 
 
 def test_what_a_step_depends_on_makes_a_workload_and_names_it() -> None:
@@ -102,7 +102,7 @@ def test_runs_are_placed_by_how_they_started_and_ended() -> None:
         record("whole", status="interrupted"),
         record("whole", status="running"),
     )
-    assert [len(runs) for runs in (cell.cold, cell.warm, cell.others, cell.failed)] == [2, 1, 1, 3]
+    assert [len(runs) for runs in (cell.cold, cell.warm, cell.failed)] == [3, 1, 3]
     assert cell.command.startswith("python -m trainer task=captioning")
 
 

@@ -47,7 +47,7 @@ class Row:
     useful_tokens_per_second: Estimate | None = None
     padded_share: Estimate | None = None
     cold_warmup_seconds: Estimate | None = None
-    """Preflight and steps that are not steady, of cold starts; of ``cell.others`` when there is no cold one."""
+    """Preflight and steps that are not steady, of cold starts."""
     warm_warmup_seconds: Estimate | None = None
     """Of warm starts; of what compiles nothing, any. None when the workload has no warm run."""
     compile_seconds: Estimate | None = None

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from trainer.report.runs import Cell, Run
+from trainer.report.runs import Cell, Run, start_of
 from trainer.telemetry.files import printable
 from trainer.telemetry.record import RunRecord
 
@@ -20,8 +20,6 @@ MAX_SPREAD = 0.15
 """Between the slowest and the fastest run of a cell, over their median; more makes its figures thin."""
 MAX_LOSS = 0.05
 """Relative distance of final losses, beyond the spread of either arm's runs, from which on they are said to differ."""
-MAX_SETUP = (1.0, 0.25)
-"""Seconds and share of the baseline's by which building data and module may differ without a flag."""
 NOTHING_COMPILED = "nothing compiled"
 """Reason for which a comparison with eager is left out that nobody misses."""
 NOT_COMPARED = "not compared"
@@ -74,9 +72,9 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     if other := next((network for run in cell.finished if (network := run.record.report.get("network"))), None):
         flags.append(f"another network: {other['class']} of {other['parameters']:,} parameters, not the task's")
     flags += [*_loss(cell, baseline), *_compiled(cell), *_thin(cell)]
-    if cell.compiles and cell.others and not cell.cold:
-        flags.append("cache state unknown: its warm-up is counted as a cold start's")
-    return [*flags, *_setup(cell, baseline)]
+    if unknown := [run for run in cell.cold if cell.compiles and start_of(run.record) is None]:
+        flags.append(f"cache state unknown: its warm-up is counted as a cold start's{_of(unknown, cell)}")
+    return flags
 
 
 def parity_of(cell: Cell) -> str | None:
@@ -157,17 +155,6 @@ def _thin(cell: Cell) -> Iterator[str]:
         found.append(f"its runs differ by {spread:.0%}")
     if found:
         yield f"{THIN}: {', '.join(found)}"
-
-
-def _setup(cell: Cell, baseline: Cell | None) -> Iterator[str]:
-    ours, theirs = (
-        [seconds for run in each.finished if (seconds := setup_seconds(run.record)) is not None]
-        for each in (cell, baseline or cell)
-    )
-    if ours and theirs:
-        own, base = statistics.median(ours), statistics.median(theirs)
-        if abs(own - base) > max(MAX_SETUP[0], MAX_SETUP[1] * base):
-            yield f"setup took {own:.1f} s, the baseline's {base:.1f} s; total times take the same for all arms"
 
 
 def _of(found: Sequence[object], cell: Cell) -> str:

@@ -67,18 +67,16 @@ class Cell:
     arm: str
     """The strategies, with those of their parameters that are not defaults: ``whole (mode=reduce-overhead)``."""
     cold: list[Run] = field(default_factory=list)
-    """Finished runs that started with empty compile caches, or at least compiled every graph anew."""
+    """Finished runs that started with empty compile caches, or of which nobody knows what they started with."""
     warm: list[Run] = field(default_factory=list)
     """Finished runs that found all they compiled in the caches."""
-    others: list[Run] = field(default_factory=list)
-    """Finished runs of which the state of the caches is not known; eager's, where caches were not controlled."""
     failed: list[Run] = field(default_factory=list)
     """Runs that did not finish: failed, interrupted, still running or killed."""
 
     @property
     def finished(self) -> list[Run]:
         """All runs with figures to compare."""
-        return [*self.cold, *self.warm, *self.others]
+        return [*self.cold, *self.warm]
 
     @property
     def runs(self) -> list[Run]:
@@ -87,8 +85,8 @@ class Cell:
     def started(self, start: str) -> list[Run]:
         """Runs whose warm-up stands for a ``cold`` or ``warm`` start; what compiles nothing takes any of its runs."""
         if start == "cold":
-            return self.cold or self.others or ([] if self.compiles else self.warm)
-        return self.warm or ([] if self.compiles else self.others or self.cold)
+            return self.cold or ([] if self.compiles else self.warm)
+        return self.warm or ([] if self.compiles else self.cold)
 
     @property
     def label(self) -> str:
@@ -173,14 +171,17 @@ def group(runs: Sequence[Run]) -> list[Cell]:
         names = _arm_names([members[0].record for members in arms.values()])
         for arm, members in zip(names, arms.values(), strict=True):
             cell = Cell(workload=workload, arm=arm)
-            places = {"cold": cell.cold, "warm": cell.warm}
             for run in members:
-                # Where nobody saw to the caches, what the compiler found in them is the next best thing to know.
-                start = run.record.start or run.record.cache
-                finished = run.record.status == "finished"
-                (places.get(start or "", cell.others) if finished else cell.failed).append(run)
+                place = cell.warm if start_of(run.record) == "warm" else cell.cold
+                (place if run.record.status == "finished" else cell.failed).append(run)
             cells.append(cell)
     return cells
+
+
+def start_of(record: RunRecord) -> str | None:
+    """``cold`` or ``warm``; where nobody saw to the caches, by what the compiler found in them. None for a mixture."""
+    start = record.start or record.cache
+    return start if start in ("cold", "warm") else None
 
 
 def workload_of(record: RunRecord) -> tuple[str, ...]:

@@ -296,7 +296,7 @@ def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
 
 def _plain(row: Row) -> dict[str, Any]:
     cell = row.cell
-    runs = {kind: [str(run.directory) for run in getattr(cell, kind)] for kind in ("cold", "warm", "others", "failed")}
+    runs = {kind: [str(run.directory) for run in getattr(cell, kind)] for kind in ("cold", "warm", "failed")}
     figures = {
         name: value for name, value in asdict(replace(row, cell=Cell(workload="", arm=""))).items() if name != "cell"
     }
