@@ -75,15 +75,13 @@ def at_least(least: float, kind: type[int] | type[float] = float) -> Callable[[s
     return number
 
 
-def sort_runs_and_steps(options: argparse.Namespace) -> None:
-    """``--steps 500 outputs`` is what people write; argparse takes the folder for a number of steps."""
-    from trainer.report.comparison import AT_STEPS
-
-    options.runs = [*options.runs, *(word for word in options.steps if not word.isdecimal())] or ["outputs"]
-    options.steps = [int(word) for word in options.steps if word.isdecimal()] or list(AT_STEPS)
-
-
 positive = at_least(1, int)
+STEPS_HELP = "steps to give total times for (default: 500,2000,20000)"
+
+
+def steps(text: str) -> list[int]:
+    """A type of arguments: whole numbers of steps, ``500,2000``, from the least on."""
+    return sorted({positive(word) for word in text.split(",")})
 
 
 def exit_code(work: Callable[[StopRequest], int], *, place: object = "", interrupted: str = "") -> int:

@@ -19,13 +19,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from scripts.arguments import at_least, exit_code, parser, sort_runs_and_steps
+from scripts.arguments import STEPS_HELP, at_least, exit_code, parser, steps
 from trainer.report import tables
-from trainer.report.comparison import Row, WorkloadComparison, compare_runs
+from trainer.report.comparison import AT_STEPS, Row, WorkloadComparison, compare_runs
 from trainer.report.flags import BUSY
 from trainer.report.runs import arm_of, find, workload_of
 from trainer.report.statistics import Ratio
-from trainer.telemetry.files import written_whole
 
 ABOUT = """\
 ~ no difference is shown; ± half of the range over the runs. docs/comparing.md says how each figure is made.
@@ -63,14 +62,13 @@ def train(arguments: list[str]) -> int:
 def compared(options: argparse.Namespace) -> int:
     """Compare runs that are there."""
     runs = find(options.runs, unreadable=lambda reason: print(f"left out: {reason}", file=sys.stderr))
-    comparisons = compare_runs(runs, baseline=options.baseline, at_steps=sorted(set(options.steps)))
+    comparisons = compare_runs(runs, baseline=options.baseline, at_steps=options.steps)
     scaled = tables.scalings(runs)
-    if options.markdown is not None:
-        write(options.markdown, tables.markdown(comparisons, scaled))
-    if options.json is not None:
-        write(options.json, tables.as_json(comparisons))
-    alone = "-" in (options.markdown, options.json)
-    if not alone:
+    if options.markdown:
+        print(tables.markdown(comparisons, scaled), end="")
+    elif options.json:
+        print(tables.as_json(comparisons))
+    else:
         console = Console(highlight=False)
         console = console if console.is_terminal else Console(width=WIDTH, highlight=False)
         tables.show(comparisons, console)
@@ -81,7 +79,7 @@ def compared(options: argparse.Namespace) -> int:
         return 0
     earlier = compare_runs(find([options.against]), baseline=options.baseline)
     moved = against(comparisons, earlier, options.tolerance)
-    print("\n".join(drift_lines(moved)), file=sys.stderr if alone else sys.stdout)
+    print("\n".join(drift_lines(moved)), file=sys.stderr if options.markdown or options.json else sys.stdout)
     return int(any(verdict(moves) == WORSE.lower() for moves in moved.values()))
 
 
@@ -89,31 +87,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     made = parser("compare", __doc__ or "", ABOUT)
     add = made.add_argument
     runs_help = "records, run folders, folders to search, or globs of these; or overrides to train (default: outputs)"
-    steps_help = "steps to give total times for (default: 500 2000 20000)"
-    add("runs", nargs="*", metavar="RUN", help=runs_help)
+    add("runs", nargs="*", metavar="RUN", default=["outputs"], help=runs_help)
     add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: eager)")
-    add("--steps", nargs="+", default=[], metavar="N", help=steps_help)
+    add("--steps", type=steps, default=AT_STEPS, metavar="N,N", help=STEPS_HELP)
+    form = made.add_mutually_exclusive_group()
     for kind in ("markdown", "json"):
-        add(f"--{kind}", metavar="FILE", help=f"also write {kind} there; - = to the output, alone (default: nowhere)")
+        form.add_argument(f"--{kind}", action="store_true", help=f"print {kind} in the place of the tables")
     against_help = "earlier runs: in which of their arms did ratio, graphs or breaks move? (default: nothing)"
     add("--against", metavar="RUN", help=against_help)
     tolerance_help = "by how much the ratio may differ from it (default: %(default)g)"
     add("--tolerance", type=at_least(0), default=TOLERANCE, metavar="SHARE", help=tolerance_help)
-    options = made.parse_args(arguments)
-    sort_runs_and_steps(options)
-    if options.markdown == options.json == "-":
-        made.error("only one of --markdown and --json can be -")
-    return options
-
-
-def write(target: str, text: str) -> None:
-    """Write a file whole, or to the output for ``-``."""
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    with written_whole(Path(target), "w") as file:
-        file.write(text)
-    print(f"wrote {target}", file=sys.stderr)
+    return made.parse_args(arguments)
 
 
 # ---- drift: has a strategy become slower? ---------------------------------------------------------------------------

@@ -10,16 +10,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.arguments import exit_code, parser, sort_runs_and_steps
+from scripts.arguments import STEPS_HELP, exit_code, parser, steps
 from trainer.report import page, tables
-from trainer.report.comparison import compare_runs
+from trainer.report.comparison import AT_STEPS, compare_runs
 from trainer.report.runs import find
 from trainer.telemetry.files import written_whole
 
 EXAMPLES = """\
 examples:
   crucible report outputs/sweeps/2026-11-21_12-00-00
-  crucible report outputs -o report.html --steps 1000 100000
+  crucible report outputs -o report.html --steps 1000,100000
   crucible report outputs/captioning 'outputs/gpt2/*/*' --baseline regional
 
 RUN is a record file, a run's folder, a folder that holds such folders at any depth, or a glob of these.
@@ -47,14 +47,11 @@ def report(options: argparse.Namespace) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     made = parser("report", __doc__ or "", EXAMPLES)
     add = made.add_argument
-    steps_help = "steps to give total times for (default: 500 2000 20000)"
-    add("runs", nargs="*", metavar="RUN", help="see below (default: outputs)")
+    add("runs", nargs="*", metavar="RUN", default=["outputs"], help="see below (default: outputs)")
     add("-o", "--output", default="report.html", metavar="FILE", help="the page (default: %(default)s)")
     add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: %(default)s)")
-    add("--steps", nargs="+", default=[], metavar="N", help=steps_help)
-    options = made.parse_args(arguments)
-    sort_runs_and_steps(options)
-    return options
+    add("--steps", type=steps, default=AT_STEPS, metavar="N,N", help=STEPS_HELP)
+    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":
