@@ -40,7 +40,9 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
     if arguments.get("dynamic") is None:
         arguments = {**arguments, "dynamic": program.dynamic}
     region = Region(path=path, module=module, kind=type(module).__name__, strict=strict, arguments=arguments)
-    if not program.outlined:
+    if program.outlined:  # traced in a step that trains: what that leaves is collected in a later one
+        program.settings["run_gc_after_compile"] = False
+    else:
         switch_on(program, region)
     program.regions.append(region)
     program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)

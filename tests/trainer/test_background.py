@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import subprocess
@@ -95,6 +96,31 @@ def test_regions_take_over_one_a_step_and_the_losses_are_eagers(
     assert callback.record.ended_in_eager is False
     assert callback.record.audits is not None
     assert callback.record.audits.verdict == "clean"
+
+
+def test_no_garbage_is_collected_in_a_step_that_tries_a_region(
+    tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper(ANSWERS)
+    own, trying, collected = Trial.__call__, [False], []
+
+    def call(trial: Trial, *args: Any, **kwargs: Any) -> Any:
+        trying[0] = True
+        results = own(trial, *args, **kwargs)
+        trying[0] = gc.isenabled()  # later, where it is due, too
+        return results
+
+    def collects(phase: str, info: dict[str, int]) -> None:
+        collected.extend([info["generation"]] * trying[0])
+
+    monkeypatch.setattr(Trial, "__call__", call)
+    gc.callbacks.append(collects)
+    try:
+        train(tmp_path, regional(), Background(force=True, at_step=2), steps=8)
+    finally:
+        gc.callbacks.remove(collects)
+    assert collected == []
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(

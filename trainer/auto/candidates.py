@@ -14,7 +14,7 @@ from strategies.compose import compiler_settings
 from strategies.loop import Loop
 from strategies.modules import TOGETHER
 from strategies.modules import Background as Options
-from strategies.prepare import Preparation, is_prepared
+from strategies.prepare import Preparation, collected_later, is_prepared
 from strategies.regions import outermost, switch_off, switch_on
 from trainer.auto import Knowledge
 from trainer.background import Background
@@ -98,6 +98,7 @@ class Candidates:
         """Whether regions that the helper has compiled are tried, one a step, in steps of eager."""
         self._untried: list[Region] = []
         self._trial: Trial | None = None
+        self._uncollected = contextlib.ExitStack()
         self.named: dict[str, Candidate] = {}
         self.compiling: str | None = None
         """What a helper is at work on."""
@@ -135,11 +136,13 @@ class Candidates:
     def try_next(self) -> None:
         """A step of eager begins: let a region be tried in it that the helper has compiled."""
         assert self.compiling is not None
+        self._uncollected.close()  # what the last trial left costs this step
         if self._trial is None and self._untried:
             view, region = self.named[self.compiling].outline(self._program), self._untried.pop(0)
             self._trial = Trial(program=view, region=region, parity=self._parity)
         if self._trial is not None:
             switch_off(self._trial.program, self._trial.region, self._trial)
+            self._uncollected.enter_context(collected_later())
 
     def _judge(self, name: str) -> None:
         """A step of eager is over in which a region may have been tried."""
@@ -180,6 +183,7 @@ class Candidates:
             self._agreement.settle()
             self._agreement = None
         self.trying, candidate = False, self.named[self.compiling]
+        self._uncollected.close()
         candidate.vague = self._loop.anywhere(candidate.vague)
         reason = helper.failed or next(iter(helper.refused.values()), "that of another process failed")
         for arm in [one for one in self.known.arms.values() if one.module == self.compiling]:
@@ -213,6 +217,7 @@ class Candidates:
     def close(self) -> None:
         """End the helper. May be called twice."""
         self.compiling = None
+        self._uncollected.close()
         for candidate in self.named.values():
             if candidate.helper is not None:
                 candidate.helper.close()

@@ -21,6 +21,7 @@ from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.modules import Background as Options
 from strategies.optimizer import Optimizer
+from strategies.prepare import collected_later
 from strategies.regions import give_up, guard_calls, outermost, switch_off, switch_on
 from trainer.background import Background, Key
 from trainer.background.trial import Trial
@@ -65,6 +66,7 @@ class Takeover:
         self._outer = outermost(program)
         self._pending = list(self._outer)
         self._trial: Trial | None = None
+        self._uncollected = contextlib.ExitStack()
         self._shapes: dict[tuple[Any, ...], set[Key]] = {}
         """What regions are called with in batches of each shape, where they take over shape by shape."""
         self._taken: dict[Key, int] = {}
@@ -115,6 +117,7 @@ class Takeover:
         if not self._between_steps:
             return
         self._between_steps = False
+        self._uncollected.close()  # what the last trial left costs this step
         due = self._options.at_step
         if not self._began or (due is not None and self._loop.steps_done + 2 < due):
             return
@@ -123,10 +126,11 @@ class Takeover:
         known = self.helper.ready() if self._import(wait=due is not None) else set()
         if self.helper.by_shape:
             self._try_shapes(known)
-            return
-        if (region := self._next({path for path, _ in known})) is not None:
+        elif (region := self._next({path for path, _ in known})) is not None:
             self._trial = Trial(program=self._program, region=region, parity=self._parity)
             switch_off(self._program, region, self._trial)
+        if self._trial is not None:
+            self._uncollected.enter_context(collected_later())
 
     def _try_shapes(self, known: set[Key]) -> None:
         """Let a region be tried that is ready for batches of this shape, each kind of region once for each shape."""
@@ -280,6 +284,7 @@ class Takeover:
 
     def _finish(self) -> None:
         self.over = True
+        self._uncollected.close()
         if self.helper.by_shape:
             self.helper.close()  # a shape that comes later stays eager
         self._report()
@@ -316,6 +321,7 @@ class Takeover:
     def close(self) -> None:
         """The training is over: end the helper, and note what did not take over in time."""
         self.helper.close()
+        self._uncollected.close()
         if not self.over:
             self.over = True
             if self._update is not None:

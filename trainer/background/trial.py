@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from strategies.base import Program, Region
 from strategies.errors import one_line
-from strategies.prepare import collected_later
 from strategies.regions import RegionCall, switch_off, switch_on
 from trainer.background import Gate
 from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, Comparison, norms, perturb, rounding_unit, without_autocast
@@ -61,7 +60,7 @@ class Trial:
         if not self.over and module.training and torch.is_grad_enabled():
             before, began = module._compiled_call_impl, time.perf_counter()
             try:
-                with collected_later(), _apart(module):
+                with _apart(module):
                     self._try(module, args, kwargs)
                 self.passed = self.failed is None
             except Exception as error:  # whatever it is, eager can do it
