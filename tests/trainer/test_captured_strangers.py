@@ -14,8 +14,8 @@ from strategies.torch_patches import as_capturing
 from tests.strangers import cases, loader, make
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import quiet_trainer
-from tests.trainer.recording import RecordingEngine
-from tests.trainer.test_step_capture import Recorded, Watch
+from tests.trainer.recording import Recorded, RecordingEngine
+from tests.trainer.test_step_capture import Watch
 from trainer.callback import Compile
 
 STEPS = 4

@@ -373,24 +373,26 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
-def trained(folder: Path, *changes: str) -> tuple[str, int | None, str | None]:
-    """On two ranks: what the record says of a run, of one under regional where it ends in a file."""
-    two = ("trainer.devices=2", "trainer.val_every_n_steps=2")
-    strategy = "regional" if folder.name == "file" else "eager"
-    record = train(folder, *two, *changes, task="micro", strategy=strategy, backend="eager")
-    return record.status, record.steps, record.reason
+def trained(folder: Path, runs: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, int | None, str | None]]:
+    """On two ranks: what the records say of runs one after the other, of one under regional where it ends in a file."""
+    facts = {}
+    for name, changes in runs.items():
+        two = ("trainer.devices=2", "trainer.val_every_n_steps=2")
+        strategy = "regional" if name == "file" else "eager"
+        record = train(folder / name, *two, *changes, task="micro", strategy=strategy, backend="eager")
+        facts[name] = record.status, record.steps, record.reason
+    return facts
 
 
 def test_a_run_goes_on_by_the_command_line(pair: Pair, tmp_path: Path) -> None:
     fsdp2, background = "trainer.strategy=fsdp2", "trainer.async_checkpoints=true"
     resume = f"resume={tmp_path / 'saved'}"
-    facts = {}
-    for name, how in {
+    runs = {
         "saved": (fsdp2, "trainer.max_steps=4", background),
         "file": (fsdp2, "trainer.max_steps=6", resume, "trainer.sharded_checkpoints=false", background),
         "ddp": ("trainer.strategy=ddp", "trainer.max_steps=6", resume, background),
-    }.items():
-        facts[name], _ = pair(trained, tmp_path / name, *how)
+    }
+    facts, _ = pair(trained, tmp_path, runs, timeout_seconds=280)
     assert facts == {name: ("finished", 4 if name == "saved" else 6, None) for name in facts}
     for name in facts:
         path = tmp_path / name / "checkpoints" / "last.ckpt"
