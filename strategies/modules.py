@@ -81,11 +81,7 @@ class Regional(ModuleOptions):
                 "regional: no part beside the blocks is compiled; if head and loss are a submodule, name it in "
                 "compile.regional.parts"
             )
-        if kinds := compile_regions(program, self, list(dict.fromkeys([*blocks, *parts])), small=True):
-            program.notes.append(
-                f"regional: {', '.join(kinds)} of several sizes, each compiled for its own; "
-                "compile.regional.dynamic=true makes sizes symbolic"
-            )
+        compile_regions(program, self, list(dict.fromkeys([*blocks, *parts])), small=True)
 
 
 @dataclass(kw_only=True, slots=True)

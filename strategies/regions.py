@@ -53,19 +53,17 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
     return region
 
 
-def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[str], *, small: bool) -> list[str]:
-    """Hand the submodules at ``paths`` to the compiler as ``request`` asks. Returns the kinds of blocks because of
-    which all are compiled with ``dynamic=False``, see ``fixed_sizes``. ``small``: they are parts of a forward."""
-    kinds = fixed_sizes(program, paths, request.dynamic)
+def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[str], *, small: bool) -> None:
+    """Hand the submodules at ``paths`` to the compiler as ``request`` asks; ``small``: they are parts of a forward."""
+    fixed = fixed_sizes(program, paths, request.dynamic)
     for path in paths:
         arguments = request.compile_arguments()
-        if kinds:
+        if fixed:
             arguments["dynamic"] = False
         compile_in_place(program, path, arguments, strict=request.on_recompile_limit == "fail")
     program.eager_embeddings &= request.embedding_gradient == "eager"
     if small:  # DDPOptimizer would split every region again at its bucket boundaries
         program.settings["optimize_ddp"] = False
-    return kinds
 
 
 def switch_on(program: Program, region: Region) -> None:
@@ -269,26 +267,24 @@ def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
     return blocks
 
 
-def fixed_sizes(program: Program, paths: Sequence[str], dynamic: bool | None) -> list[str]:
-    """Kinds of blocks at ``paths`` because of which regions are to be compiled with ``dynamic=False``: those of which a
-    weight has one shape in one block and another in the next.
+def fixed_sizes(program: Program, paths: Sequence[str], dynamic: bool | None) -> bool:
+    """Whether blocks at ``paths`` are to be compiled with ``dynamic=False``: a weight has one shape in one block and
+    another in the next of its class.
 
     Torch takes the second size of a kind for one that changes from batch to batch, and makes symbolic code for further
-    ones (automatic dynamic shapes), such as most stages of a ResNet. Empty where the sizes are the user's or
-    another strategy's choice, and where lengths do change.
+    ones (automatic dynamic shapes), such as most stages of a ResNet. Not where the sizes are the user's or another
+    strategy's choice, and not where lengths do change.
     """
     if dynamic is not None or program.dynamic is not None or program.ragged:
-        return []
-    seen: dict[type[nn.Module], dict[str, tuple[int, ...]]] = {}
-    kinds: dict[str, None] = {}
+        return False
+    shapes: dict[tuple[type[nn.Module], str], tuple[int, ...]] = {}
     for path in paths:
         block = program.module.get_submodule(path)
-        shapes = seen.setdefault(type(block), {})
         for name, weight in block.named_parameters():
             # One that is lazy has no shape before its first call.
-            if not is_lazy(weight) and shapes.setdefault(name, tuple(weight.shape)) != tuple(weight.shape):
-                kinds[type(block).__name__] = None
-    return list(kinds)
+            if not is_lazy(weight) and shapes.setdefault((type(block), name), tuple(weight.shape)) != weight.shape:
+                return True
+    return False
 
 
 def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> None:

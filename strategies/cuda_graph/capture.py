@@ -289,15 +289,7 @@ class StepGraphs:
             with as_capturing(not for_good):
                 return step(batch)
 
-        try:
-            return self._engine.eager(run)
-        except torch.OutOfMemoryError as error:
-            if not self.captures:
-                raise
-            raise torch.OutOfMemoryError(
-                f"cuda_graph: {self.captures} graphs keep memory of their own, and a step of another shape did not "
-                f"fit beside them; smaller batches of the longest shapes, or no cuda_graph, would help: {error}"
-            ) from error
+        return self._engine.eager(run)
 
     def refuse(self, reason: str) -> None:
         if reason not in self.refusals:
