@@ -15,7 +15,7 @@ from trainer.telemetry.tensorboard import FINAL
 
 def columns_and_values(one: RunRecord) -> tuple[HParamsPluginData, dict[str, Any]]:
     experiment, start = (
-        HParamsPluginData.FromString(value.metadata.plugin_data.content) for value in tensorboard.row_begins(one)
+        HParamsPluginData.FromString(found.value[0].metadata.plugin_data.content) for found in tensorboard.row(one)[:2]
     )
     values = {
         name: getattr(value, str(value.WhichOneof("kind"))) for name, value in start.session_start_info.hparams.items()

@@ -8,21 +8,10 @@ from __future__ import annotations
 
 import json
 import textwrap
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams import metadata
-from tensorboard.plugins.hparams.api_pb2 import (
-    DATA_TYPE_STRING,
-    STATUS_SUCCESS,
-    Experiment,
-    HParamInfo,
-    MetricInfo,
-    MetricName,
-)
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from strategies.credentials import hidden
 from strategies.loop import Loop
@@ -58,8 +47,9 @@ class TensorBoardPages:
         killed shows as unfinished instead of as zeros."""
         if self._writer is None:
             return
-        writer = self._writer._get_file_writer()
-        writer.add_summary(Summary(value=row_begins(record)))
+        *begin, self._row_ends = row(record)
+        for summary in begin:
+            self._writer._get_file_writer().add_summary(summary)
         config = json.dumps(finite(record.config), indent=2, default=str, allow_nan=False)
         self._writer.add_text("run/config", textwrap.indent(config, "    "), 0)
         self._writer.flush()
@@ -88,7 +78,7 @@ class TensorBoardPages:
             self.scalars(rank_figures(record.ranks), step)
         if record.status == "finished":
             self.scalars(final_figures(record), step)
-            self._writer._get_file_writer().add_summary(Summary(value=[row_ends()]))
+            self._writer._get_file_writer().add_summary(self._row_ends)
         self._writer.flush()
 
 
@@ -147,26 +137,14 @@ def batch_size(record: RunRecord) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def row_begins(record: RunRecord) -> list[Summary.Value]:
-    """What opens the run's row: the columns of the table, and the run's values."""
-    given = hyperparameters(record)
-    columns = [HParamInfo(name=name, type=DATA_TYPE_STRING) for name in given]
-    metrics = [MetricInfo(name=MetricName(tag=tag), display_name=heading) for tag, (_, heading) in FINAL.items()]
-    start = SessionStartInfo(start_time_secs=time.time())
-    for name, value in given.items():
-        start.hparams[name].string_value = value
-    return [
-        _value(metadata.EXPERIMENT_TAG, experiment=Experiment(hparam_infos=columns, metric_infos=metrics)),
-        _value(metadata.SESSION_START_INFO_TAG, session_start_info=start),
-    ]
+def row(record: RunRecord) -> tuple[Summary, Summary, Summary]:
+    """The columns of the table, what opens the run's row, and what closes it once the run has finished."""
+    from torch.utils.tensorboard.summary import hparams
 
-
-def row_ends() -> Summary.Value:
-    """What closes the row of a run that finished."""
-    info = SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=time.time())
-    return _value(metadata.SESSION_END_INFO_TAG, session_end_info=info)
-
-
-def _value(tag: str, **content: Any) -> Summary.Value:
-    data = HParamsPluginData(version=metadata.PLUGIN_DATA_VERSION, **content)
-    return Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data))
+    columns, begins, ends = hparams(hyperparameters(record), dict.fromkeys(FINAL, 0.0))
+    kept = columns.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(kept.content)
+    for info in data.experiment.metric_infos:  # torch gives them no headings
+        info.display_name = FINAL[info.name.tag][1]
+    kept.content = data.SerializeToString()
+    return columns, begins, ends
