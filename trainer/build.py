@@ -27,10 +27,9 @@ from trainer.callback import Compile
 from trainer.checkpoints import DIRECTORY
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.fsdp2 import FSDP2
-from trainer.loops.private import on_start
 from trainer.loops.processes import DDP
-from trainer.loops.watch import has_launched
-from trainer.process import end_early, process_for
+from trainer.loops.watch import watch_others
+from trainer.process import start_others
 from trainer.settings import Config, TrainerConfig
 from trainer.sweep.environment import launched
 from trainer.telemetry.record import FILE_NAME, RunRecord
@@ -140,12 +139,15 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
                 raise ValueError(f"trainer.{name}={value}: {said[0].rstrip('.')}") from error
         raise
 
-    def started() -> None:
-        end_early()
-        has_launched(trainer.strategy.launcher, run_dir / FILE_NAME)
-
-    on_start(trainer, process_for, started)
     return trainer
+
+
+def start_processes(trainer: L.Trainer, run_dir: Path) -> None:
+    """Start the others where Lightning is about to run the command again, and see to them until they train."""
+    launcher: Any = trainer.strategy.launcher
+    if hasattr(launcher, "procs") and not launcher.cluster_environment.creates_processes_externally:
+        start_others(trainer.num_devices - 1, run_dir)
+    watch_others(run_dir / FILE_NAME)
 
 
 class RunLogger(TensorBoardLogger):

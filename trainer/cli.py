@@ -7,7 +7,6 @@ and errors are immediate. Exit codes: 0 finished, 1 failed, 2 refused before any
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -71,14 +70,12 @@ GROUPS = {
 
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
-    from trainer.process import EARLY_PIPE, keep_streams, uncollected, waiting_early
+    from trainer.process import end_with_first, keep_streams
     from trainer.sweep import environment, plan
 
     working_directory_last()
     keep_streams()
-    if EARLY_PIPE in os.environ:
-        with waiting_early(), uncollected():
-            import trainer.run  # noqa: F401
+    end_with_first()
     environment.end_with_parent()
     try:
         sys.argv[1:] = plan.expanded(sys.argv[1:])
@@ -220,7 +217,8 @@ def _columns(name: str, width: int, meaning: str) -> str:
 def train(cfg: DictConfig) -> int:
     """Train what ``cfg`` describes; returns the exit code. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
-    from trainer.process import importing, started_early
+    from trainer.process import importing, start_early
+    from trainer.settings import Peer
     from trainer.sweep.environment import current, launched, require_sweep
     from trainer.sweep.folders import OwnFolder, is_first_process, taken
     from trainer.sweep.launcher import flags
@@ -236,11 +234,11 @@ def train(cfg: DictConfig) -> int:
     if alone and (complaint := taken(run_dir, config.resume)) is not None:
         raise ValueError(complaint)
     to_import = "torch" not in sys.modules
-    others = started_early(config.trainer, settings.runtime.cwd) if alone and to_import else contextlib.nullcontext()
-    with others:
-        if is_first_process() and to_import and current() is None:  # a cell's last line is its reason
-            print("importing torch and Lightning", file=sys.stderr, flush=True)
-        with importing():  # only now: torch takes seconds to import, and reads where its caches are
-            from trainer.run import run
+    if alone and to_import and not isinstance(config.run, Peer):  # of which torchrun starts several processes
+        start_early(config.trainer, run_dir)
+    if is_first_process() and to_import and current() is None:  # a cell's last line is its reason
+        print("importing torch and Lightning", file=sys.stderr, flush=True)
+    with importing():  # only now: torch takes seconds to import, and reads where its caches are
+        from trainer.run import run
 
-        return run(config, run_dir=run_dir, command=command).exit_code
+    return run(config, run_dir=run_dir, command=command).exit_code

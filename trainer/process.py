@@ -11,17 +11,17 @@ import contextlib
 import ctypes
 import gc
 import io
-import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -129,8 +129,6 @@ class StopRequest:
         self.signum: int | None = None
         self.in_training = False
         """Whether a loop is there that will notice the request at its next step, and has something to save."""
-        self.promise = "stopping after this step with a checkpoint"
-        """What that loop will do then."""
         self._say = say
         self._process = os.getpid()
         self._signals: tuple[int, ...] = ()
@@ -155,12 +153,6 @@ class StopRequest:
         if self.signum is not None:
             raise Interrupted(self.signum)
 
-    def agreed(self, world_size: int) -> bool:
-        """Whether any process was asked to stop; the others take its signal over. Every process has to call this."""
-        from trainer.loops.processes import largest
-
-        return self.take_over(largest(self.signum or 0, world_size))
-
     def take_over(self, signum: int) -> bool:
         """Whether a process was asked to stop by ``signum``; 0 for none."""
         if signum:  # else one that has come in between stays, for the next time
@@ -176,7 +168,7 @@ class StopRequest:
         if not (first and self.in_training):
             raise Interrupted(signum)
         name = signal.Signals(signum).name
-        self._say(f"{name}: {self.promise}; once more stops at once")
+        self._say(f"{name}: stopping after this step with a checkpoint; once more stops at once")
 
 
 class _Lossy(io.FileIO):
@@ -267,10 +259,8 @@ def _flush_files() -> None:
 LIGHTNING_LOGGERS = {
     "lightning.pytorch": logging.WARNING,
     "lightning.fabric": logging.WARNING,
-    "lightning.fabric.strategies.launchers.subprocess_script": logging.INFO,
 }
-"""How quiet they are in a run: its heading says more than banners and tips, but only the last one says which process
-died before ``trainer.loops.watch`` begins."""
+"""How quiet they are in a run: its heading says more than banners and tips."""
 
 
 PACKAGES = tuple(f"{os.path.dirname(os.path.dirname(__file__))}/{name}/" for name in ("strategies", "tasks", "trainer"))
@@ -311,104 +301,50 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-# ---- processes that start early --------------------------------------------------------------------------------------
+# ---- further processes of one host -----------------------------------------------------------------------------------
 
-# Further processes of a run on one host's devices, started while the first one still has torch to import. Lightning
-# starts them when everything is built, and their imports come on top: 6 s on a quiet machine. Those started here import
-# the same, and wait until Lightning asks for a process: they then become it. Lightning starts its own where anything is
-# unlike what it asks for.
-
-EARLY_PIPE = "CRUCIBLE_EARLY_PROCESS"
-"""Holds the descriptor on which a process that was started early reads what to be."""
 BY_PROCESSES = ("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp2")
-"""Those of ``trainer.strategy`` that run the command again for each device."""
+"""Those of ``trainer.strategy`` that take a process for each device."""
+PARENT = "CRUCIBLE_PARENT"
+"""Holds, in a process that ``start_others`` has started, which one did."""
+
+others: list[subprocess.Popen[bytes]] = []
+"""Processes that ``start_others`` has started, by rank from 1 on."""
+_ports: list[socket.socket] = []
+"""Holds the port at which they will meet, so that the system gives it to nobody else."""
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyProcess:
-    """A process that imports, and then waits."""
-
-    process: subprocess.Popen[bytes]
-    program: list[str]
-    """The command without its arguments."""
-    rank: int
-    folder: str
-    pipe: int
-
-
-_waiting: list[EarlyProcess] = []
-
-
-@contextlib.contextmanager
-def started_early(config: TrainerConfig, folder: str) -> Iterator[None]:
-    """Start processes for all devices but the first in ``folder``; those that nobody has asked for by the end are
-    ended."""
+def start_early(config: TrainerConfig, run_dir: Path) -> None:
+    """Start the others as soon as their number is known: importing torch takes them seconds, as it does this one."""
     if isinstance(config.devices, int) and config.strategy in BY_PROCESSES:
-        with contextlib.suppress(OSError):  # Lightning meets the same one, and says so
-            _waiting.extend(_start_early(rank, folder) for rank in range(1, config.devices))
-    try:
-        yield
-    finally:
-        end_early()
+        start_others(config.devices - 1, run_dir)
 
 
-def _start_early(rank: int, folder: str) -> EarlyProcess:
-    spec = sys.modules["__main__"].__spec__
-    program = [sys.executable, *([os.path.abspath(sys.argv[0])] if spec is None else ["-m", spec.name])]
-    read, write = os.pipe()
-    try:
-        environment = {**os.environ, "LOCAL_RANK": str(rank), EARLY_PIPE: str(read)}
-        process = subprocess.Popen([*program, *sys.argv[1:]], env=environment, cwd=folder, pass_fds=(read,))
-    except OSError:
-        os.close(write)
-        raise
-    finally:
-        os.close(read)
-    return EarlyProcess(process, program, rank, folder, write)
+def start_others(count: int, run_dir: Path) -> None:
+    """Run this command again for ``count`` further devices, in ``run_dir``; each ends with this process.
 
-
-def process_for(command: Sequence[str], env: Mapping[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
-    """As ``subprocess.Popen``: one that waits and is like what is asked for, or a new one."""
-    for child in _waiting:
-        length = len(child.program)
-        alike = list(command[:length]) == child.program and env.get("LOCAL_RANK") == str(child.rank)
-        if child.process.poll() is None and alike and cwd == child.folder:
-            _waiting.remove(child)
-            try:
-                with open(child.pipe, "wb") as pipe:
-                    pipe.write(json.dumps({"arguments": command[length:], "environment": dict(env)}).encode())
-            except OSError:  # it has just died
-                child.process.wait()
-                break
-            return child.process
-    return subprocess.Popen(command, env=env, cwd=cwd)
-
-
-def end_early() -> None:
-    """End the processes that still wait."""
-    while _waiting:
-        child = _waiting.pop()
-        child.process.kill()
-        child.process.wait()
-        os.close(child.pipe)
-
-
-@contextlib.contextmanager
-def waiting_early() -> Iterator[None]:
-    """For the imports of a process that was started early: then wait, and take over arguments and environment. What the
-    first process has set since then, it has set after the same imports.
-
-    Ends the process where the one that started it has ended, or does not need it.
+    They and this one have the environment by which Lightning knows that it has none to start, see
+    https://lightning.ai/docs/pytorch/stable/clouds/cluster_intermediate_1.html
     """
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a whole terminal: the first process decides
-    signal_at_end_of_parent(signal.SIGKILL)
-    with open(int(os.environ[EARLY_PIPE]), "rb") as stream:
-        yield
-        message = stream.read()
-    if not message:
-        os._exit(0)
-    order = json.loads(message)
-    sys.argv[1:] = order["arguments"]
-    os.environ.clear()
-    os.environ.update(order["environment"])
-    signal.signal(signal.SIGINT, interrupted)
+    if count < 1:
+        return
+    spec = sys.modules["__main__"].__spec__
+    program = [os.path.abspath(sys.argv[0])] if spec is None else ["-m", spec.name]
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store, which listens there
+    port.bind(("", 0))
+    _ports.append(port)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+    os.environ.update({**address, "NODE_RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(count + 1)})
+    command = [sys.executable, *program, *sys.argv[1:], f'hydra.run.dir="{run_dir}"']
+    for rank in range(1, count + 1):
+        environment = {**os.environ, "LOCAL_RANK": str(rank), PARENT: str(os.getpid())}
+        others.append(subprocess.Popen(command, env=environment))
+
+
+def end_with_first() -> None:
+    """For a process of ``start_others``: it ends with the one that started it, until all watch over each other."""
+    if (parent := os.environ.get(PARENT)) is not None:
+        signal_at_end_of_parent(signal.SIGKILL)
+        if os.getppid() != int(parent):
+            os._exit(0)

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from strategies.credentials import hidden
 from strategies.errors import is_out_of_memory, one_line
 from strategies.prepare import stop_compiling
-from trainer.build import build_trainer, compile_callback, require_memory_of, task_options
+from trainer.build import build_trainer, compile_callback, require_memory_of, start_processes, task_options
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss, Resuming, find_checkpoint, opened
 from trainer.console import ERROR_LOG, ProgressView, announce, print_end, shown
@@ -307,6 +307,7 @@ class Training(Job):
             self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None, losses=losses
         )
         trainer = build_trainer(config, self._run_dir, [Resuming(record.notes, saved), compile_, checkpoints])
+        start_processes(trainer, self._run_dir)
         note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
         with ProgressView(

@@ -1,46 +1,43 @@
-"""The start of a run: further processes wait for Lightning before it is imported, and nothing is imported in vain."""
+"""The start of a run: further processes start before Lightning is imported, and nothing is imported in vain."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.conftest import ROOT
-from trainer import process as early
+from trainer import process
 from trainer.settings import TrainerConfig
 
 CHILD = """
 import os, sys
-from trainer import process as early
-if early.EARLY_PIPE in os.environ:
-    with early.waiting_early():
-        pass
-print(os.getpid(), *sys.argv[1:], os.environ["LOCAL_RANK"], os.environ["LATE"], early.EARLY_PIPE in os.environ)
+from trainer import process
+process.end_with_first()
+given = {name: os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+print(*sys.argv[1:], *given.values(), flush=True)
 """
 PARENT = """
 import sys
-from trainer.settings import TrainerConfig
-from trainer import process as early
-with early.started_early(TrainerConfig(devices=2), "."):
-    print(early._waiting[0].process.pid, flush=True)
-    sys.stdin.read()
+from trainer import process
+process.start_others(1, "run")
+print(process.others[0].pid, flush=True)
+sys.stdin.read()
 """
 COUNTED = """
 import subprocess, sys
-from trainer import process as early
 class Popen(subprocess.Popen):
     def __init__(self, command, **options):
         super().__init__(command, **options)
         if "LOCAL_RANK" in (options.get("env") or {}):
-            print("started", early.EARLY_PIPE in options["env"], options["env"]["LOCAL_RANK"], flush=True)
+            print("started", "torch" in sys.modules, options["env"]["LOCAL_RANK"], flush=True)
 subprocess.Popen = Popen
 from trainer.cli import main
 try:
@@ -58,19 +55,17 @@ IN_VAIN = [
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """What this process was started as, if one believes ``sys.argv``."""
+def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Popen[bytes]]:
+    """Processes that this one starts, as if it had been started as a program."""
     file = tmp_path / "child.py"
     file.write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(sys, "argv", [str(file), "first"])
+    monkeypatch.setattr(sys, "argv", [str(file), "given"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    yield [sys.executable, str(file)]
-    early.end_early()
-
-
-def environment(rank: int = 1) -> dict[str, str]:
-    return {**os.environ, "LOCAL_RANK": str(rank), "LATE": "late"}
+    monkeypatch.setattr(process.os, "environ", dict(os.environ))
+    started: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(process, "others", started)
+    return started
 
 
 def alive(pid: int) -> bool:
@@ -79,31 +74,18 @@ def alive(pid: int) -> bool:
     return False
 
 
-def test_a_process_becomes_what_is_asked_for_later(
-    program: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_each_other_process_runs_the_command_in_the_same_folder_and_knows_its_rank(
+    others: list[subprocess.Popen[bytes]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with early.started_early(TrainerConfig(devices=3), str(tmp_path)):
-        waiting = [one.process for one in early._waiting]
-        found = early.process_for([*program, "second"], env=environment(2), cwd=str(tmp_path))
-        assert found is waiting[1]
-        assert found.wait(200) == 0
-    assert waiting[0].returncode == -signal.SIGKILL  # nobody asked for it
-    assert capfd.readouterr().out.split() == [str(found.pid), "second", "2", "late", "False"]
-
-
-@pytest.mark.parametrize("unlike", ["folder", "program", "rank", "dead"])
-def test_what_is_unlike_is_started_anew(unlike: str, program: list[str], tmp_path: Path) -> None:
-    with early.started_early(TrainerConfig(devices=2), str(tmp_path)):
-        waiting = early._waiting[0].process
-        if unlike == "dead":
-            waiting.kill()
-            waiting.wait()
-        command = [sys.executable, "-c", "pass"] if unlike == "program" else program
-        folder = str(ROOT) if unlike == "folder" else str(tmp_path)
-        found = early.process_for(command, env=environment(1 + (unlike == "rank")), cwd=folder)
-        assert found is not waiting
-        assert found.wait(200) == 0
-    assert waiting.returncode == -signal.SIGKILL
+    process.start_early(TrainerConfig(devices=3), tmp_path / "run")
+    assert [one.wait(200) for one in others] == [0, 0]
+    assert process.os.environ["LOCAL_RANK"] == "0"
+    port = process.os.environ["MASTER_PORT"]
+    command = f'given hydra.run.dir="{tmp_path}/run"'
+    expected = [f"{command} {rank} 3 127.0.0.1 {port}" for rank in (1, 2)]
+    assert sorted(capfd.readouterr().out.splitlines()) == expected
+    store = TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
+    assert store.port == int(port), "which was kept free"
 
 
 @pytest.mark.parametrize(
@@ -111,28 +93,31 @@ def test_what_is_unlike_is_started_anew(unlike: str, program: list[str], tmp_pat
     [
         {"devices": None},
         {"devices": "auto"},
+        {"devices": -1},
         {"devices": 1},
         {"devices": 2, "strategy": "ddp_spawn"},
     ],
 )
-def test_what_may_be_started_otherwise_is_left_to_lightning(changes: dict[str, object], tmp_path: Path) -> None:
-    with early.started_early(TrainerConfig(**changes), str(tmp_path)):  # type: ignore[arg-type]
-        assert not early._waiting
+def test_what_may_need_no_others_starts_none_early(
+    changes: dict[str, Any], others: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    process.start_early(TrainerConfig(**changes), tmp_path)
+    assert not others
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends once it has imported")
-def test_a_process_ends_with_the_one_that_started_it(program: list[str], tmp_path: Path) -> None:
-    parent = tmp_path / "parent.py"
-    parent.write_text(PARENT)
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends where it looks for the others")
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     # The child runs the same file, and waits in it.
-    parent.write_text(
-        f"import os, time\nif {early.EARLY_PIPE!r} in os.environ:\n    exec({CHILD!r})\nelse:\n    exec({PARENT!r})"
-    )
+    parent = tmp_path / "parent.py"
+    waits = f"exec({CHILD!r})\n    time.sleep(1000)"
+    parent.write_text(f"import os, time\nif 'CRUCIBLE_PARENT' in os.environ:\n    {waits}\nelse:\n    exec({PARENT!r})")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        [sys.executable, str(parent)], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(parent)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as first:
         assert first.stdout is not None
-        child = int(first.stdout.readline())
+        said = sorted([first.stdout.readline(), first.stdout.readline()], key=len)
+        child = int(said[0])
         assert alive(child)
         first.kill()
     while alive(child):
@@ -141,14 +126,16 @@ def test_a_process_ends_with_the_one_that_started_it(program: list[str], tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("two_processes")
-def test_lightning_takes_the_process_that_waits_and_nothing_is_imported_in_vain(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("devices", "late"), [("2", False), ("'2'", True)])
+def test_the_others_start_once_and_nothing_is_imported_in_vain(devices: str, late: bool, tmp_path: Path) -> None:
     program = tmp_path / "counted.py"
     program.write_text(f"IN_VAIN = {IN_VAIN}\n{COUNTED}")
-    options = ["task=micro", "compile=eager", "trainer.max_steps=3", "trainer.accelerator=cpu", "trainer.devices=2"]
-    command = [sys.executable, str(program), *options, "trainer.progress=none", f"hydra.run.dir={tmp_path / 'run'}"]
+    options = ["task=micro", "compile=eager", "trainer.max_steps=3", "trainer.accelerator=cpu"]
+    options += [f"trainer.devices={devices}", "trainer.progress=none", f"hydra.run.dir={tmp_path / 'run'}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(program), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = [line.strip() for line in done.stdout.splitlines() if line.startswith(("started", "in vain"))]
-    assert lines == ["started True 1", "in vain", "in vain"]
+    assert lines == [f"started {late} 1", "in vain", "in vain"]
     assert "of all 2 processes" in done.stdout

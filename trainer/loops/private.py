@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning as L
@@ -73,34 +71,6 @@ def on_sigterm(trainer: L.Trainer, notice: Callable[[int, Any], None] | None, ea
     if notice is not None:
         connector._sigterm_notifier_fn = notice
     loop._broadcast_sigterm_tensor = each_step
-
-
-def on_start(trainer: L.Trainer, start: Callable[..., Any], done: Callable[[], None]) -> None:
-    """Let ``start`` stand in for ``subprocess.Popen`` where Lightning runs the command again for each device, and call
-    ``done`` once it watches over these processes; at once where this Trainer does no such thing.
-
-    https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/strategies/launchers/subprocess_script.py
-    """
-    launcher: Any = trainer.strategy.launcher
-    module = sys.modules.get(type(launcher).__module__)
-    call = getattr(launcher, "_call_children_scripts", None)
-    if call is None or not hasattr(module, "subprocess"):
-        done()
-        return
-
-    def call_children_scripts() -> None:
-        with replaced(module, "subprocess", SimpleNamespace(Popen=start)):
-            call()
-
-    def launch(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        def begin(*given: Any, **named: Any) -> Any:
-            done()
-            return function(*given, **named)
-
-        return launch_as_lightning(begin, *arguments, **named)
-
-    launch_as_lightning = launcher.launch
-    launcher._call_children_scripts, launcher.launch = call_children_scripts, launch
 
 
 class LightningMicroBatch:

@@ -29,13 +29,12 @@ from torch import nn
 from strategies.errors import one_line, origin_of
 from trainer.loops.processes import host_group
 from trainer.loops.sentinel import AND_SO, GRACE_SECONDS, Record, Sentinel, print_error
+from trainer.process import others
 
 ROOT = Path(__file__).parents[2]
 CONNECT_SECONDS = 20.0
 LEARN_SECONDS = 5.0
 """How long a process that lost another one waits to hear why."""
-STOP_SECONDS = 5.0
-"""How long processes that are asked to stop may take."""
 END_SECONDS = 20.0
 """How long a process that has trained to the end waits for the others to say the same."""
 MAX_LINE = 2000
@@ -70,24 +69,16 @@ class Watch:
     Args:
         names: Of the processes, by rank.
         connections: To all others on the first process, and elsewhere to that one.
-        children: Processes that this one has started, by rank.
 
     Raises:
         OSError: The sentinel cannot be started.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        names: list[str],
-        connections: Mapping[int, socket.socket],
-        children: Mapping[int, subprocess.Popen[Any]],
-    ) -> None:
-        self.rank, self._names, self._children = rank, names, children
+    def __init__(self, rank: int, names: list[str], connections: Mapping[int, socket.socket]) -> None:
+        self.rank, self._names = rank, names
         self.fault: Fault | None = None
         self._learned = threading.Event()
         self._inside = dict.fromkeys(connections, True)
-        self._open, self._failing = True, False
         self._batches = 0
         self._sentinel = Sentinel(rank, names, connections)
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
@@ -99,14 +90,12 @@ class Watch:
     def begin(self) -> None:
         """Another training of the same processes begins."""
         self._learned.clear()
-        self.fault, self._failing, self._open = None, False, True
+        self.fault = None
         self._sentinel.send(inside=True)
 
     def end(self) -> None:
         """This process has trained to the end, and may go."""
-        if self._open and not self._failing:
-            self._open = False
-            self._sentinel.send(inside=False)
+        self._sentinel.send(inside=False)
 
     def wait(self) -> None:
         """Wait until the others have ended their training, too. Raises RankFailed where one of them fails at that."""
@@ -127,28 +116,12 @@ class Watch:
         self._sentinel.send(ending=True)
         if isinstance(error, RankFailed) or CONSEQUENCE.search(str(error)):
             self._learned.wait(LEARN_SECONDS)
-            self._failing = True
             if self.fault is not None and self.fault.rank != self.rank:
                 return RankFailed(self.fault)
-        self._failing = True
         signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
         fault = Fault(self.rank, f"rank {self._names[self.rank]}: {one_line(error)}"[:MAX_LINE], signum)
         self._sentinel.send(fault=dataclasses.asdict(fault))
-        if hasattr(error, "signum"):
-            self._stop_children(error.signum)
         return error
-
-    def _stop_children(self, signum: int) -> None:
-        """Pass a stop at once on to the processes that this one has started: nobody else will wait for them."""
-        for process in self._children.values():
-            process.send_signal(signum)
-        until = time.monotonic() + STOP_SECONDS
-        for process in self._children.values():
-            try:
-                process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
     def _listen(self) -> None:
         """Hear what the sentinel says, and say once a second whether this process moves."""
@@ -180,7 +153,7 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
 
     Args:
         facts: What must be alike in all of them, by name.
-        launcher: Lightning's, which may have started the others.
+        launcher: Lightning's, which may have started the others of a script.
 
     Returns:
         None where they cannot reach each other.
@@ -209,9 +182,12 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
         if _current[1] is not None:
             _current[1].begin()
         return _current[1]
+    if (procs := getattr(launcher, "procs", None)) and isinstance(procs[0], subprocess.Popen):
+        launcher.procs = procs.copy()
+        procs.clear()  # of the list that Lightning's own watch has, which kills this process without its record
     made = None
     try:
-        made = Watch(rank, names, _connected(rank, server, *gathered[0][2:]), _children(launcher))
+        made = Watch(rank, names, _connected(rank, server, *gathered[0][2:]))
     except OSError as error:
         rank_zero_warn(f"processes that die are not noticed, they cannot reach rank {names[0]}: {error}")
     _current = dist.group.WORLD, made
@@ -228,59 +204,44 @@ def name_of(rank: int, pid: int | None = None) -> str:
     return f"{rank} ({socket.gethostname()}, pid {pid or os.getpid()})"
 
 
-def ending(code: int | None) -> str:
-    """How a process has ended, in words; None where its exit code is not known."""
-    if code:
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return "ended without a word"
-
-
-class Launched:
-    """Processes that Lightning's ``launcher`` has started, until ``watch`` sees them all: where one dies before, this
+def watch_others(record: Path) -> None:
+    """See to the ``others`` that this process has started, until ``watch`` sees them all: where one dies before, this
     one ends with it, and ``record`` says so."""
+    if others:
+        until_watched.append(_watched.set)
+        threading.Thread(target=_look, args=(Record(str(record)),), name="others", daemon=True).start()
 
-    def __init__(self, launcher: Any, record: Path) -> None:
-        self._children, self._record = _children(launcher), Record(str(record))
-        self.over = threading.Event()
-        until_watched.append(self.over.set)
-        threading.Thread(target=self._look, name="launched", daemon=True).start()
 
-    def fault(self) -> Fault | None:
-        """The first of them that has died. Who trains without ``watch`` may leave with exit code 0 at the end."""
-        for rank, process in self._children.items():
-            if process.poll():
-                name = name_of(rank, process.pid)
-                return Fault(rank, f"rank {name}: {ending(process.returncode)}")
-        return None
+_watched = threading.Event()
 
-    def _look(self) -> None:
-        while (fault := self.fault()) is None:
-            if self.over.wait(0.5):
-                return
-        if self.over.wait(GRACE_SECONDS):  # in which this process may end by itself, with its own reason
+
+def _dead() -> Fault | None:
+    """The first of the others that has died. Who trains without ``watch`` may leave with exit code 0 at the end."""
+    for rank, process in enumerate(others, start=1):
+        if code := process.poll():
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return Fault(rank, f"rank {name_of(rank, process.pid)}: {how}")
+    return None
+
+
+def _look(record: Record) -> None:
+    while (fault := _dead()) is None:
+        if _watched.wait(0.5):
             return
-        for process in self._children.values():
-            process.kill()
-        self._record.end(str(RankFailed(fault)))
-        print_error(f"failed: {RankFailed(fault)}")
-        os._exit(1)
-
-
-_launched: Launched | None = None
-
-
-def has_launched(launcher: Any, record: Path) -> None:
-    """Lightning's ``launcher`` has started the other processes, if it is one that does."""
-    global _launched
-    if getattr(launcher, "procs", None):
-        _launched = Launched(launcher, record)
+    if _watched.wait(GRACE_SECONDS):  # in which this process may end by itself, with its own reason
+        return
+    for process in others:
+        process.kill()
+    record.end(str(RankFailed(fault)))
+    print_error(f"failed: {RankFailed(fault)}")
+    os._exit(1)
 
 
 def behind(error: BaseException) -> BaseException:
     """``error`` before ``watch``, or the death of another process, where that is what this one has noticed."""
-    if _launched is not None and not _launched.over.is_set() and CONSEQUENCE.search(str(error)):
-        _launched.over.wait(LEARN_SECONDS)
-        if (fault := _launched.fault()) is not None:
+    if others and not _watched.is_set() and CONSEQUENCE.search(str(error)):
+        _watched.wait(LEARN_SECONDS)
+        if (fault := _dead()) is not None:
             return RankFailed(fault)
     return error
 
@@ -304,17 +265,6 @@ def _connected(rank: int, server: socket.socket | None, port: int, token: str) -
     for one in found.values():  # where a host is gone without a word
         one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return found
-
-
-def _children(launcher: Any) -> dict[int, subprocess.Popen[Any]]:
-    """Those that Lightning's launcher has started. Its own watch over them, which kills this process before it has
-    written its record, is left without any."""
-    started = getattr(launcher, "procs", [])
-    processes = [one for one in started if isinstance(one, subprocess.Popen)]
-    if processes:
-        launcher.procs = processes
-        started.clear()
-    return dict(enumerate(processes, start=1))
 
 
 def code_of(module: nn.Module) -> dict[str, str]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.process import signal_at_end_of_parent
+from trainer.process import PARENT, signal_at_end_of_parent
 from trainer.telemetry.machine import processor_name
 from trainer.telemetry.record import RunRecord
 
@@ -223,6 +223,8 @@ def speaking(environ: Mapping[str, str], *, alike: bool) -> str | None:
         launch = launched(environ)
     except ValueError:  # the error itself, perhaps
         launch = None
+    if PARENT in environ:  # the first process of this host finds it, too, or says which one has ended
+        return None
     if launch is None or launch.rank == 0:
         return ""
     return None if alike and launch.local_rank > 0 else f"{launch.place}: "
