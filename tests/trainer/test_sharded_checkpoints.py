@@ -258,7 +258,7 @@ def broken(folder: str) -> list[str]:
     for fault, background in product(("FileSystemWriter.write_data", "replace"), (False, True)):
         with pytest.MonkeyPatch.context() as patch:
             if os.environ["RANK"] == ("1" if fault.endswith("write_data") else "0"):
-                patch.setattr(f"trainer.loops.sharded_checkpoints.{fault}", refused)
+                patch.setattr(f"trainer.loops.checkpoint_io.{fault}", refused)
             attempt(background=background)
     theirs.parent.mkdir(parents=True, exist_ok=True)
     theirs.touch()

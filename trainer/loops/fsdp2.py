@@ -28,8 +28,8 @@ from torch.nn.parameter import is_lazy
 
 from strategies import Program
 from strategies.regions import expand_blocks, find_containers, never_called, outermost
+from trainer.loops.checkpoint_io import ShardedCheckpoints
 from trainer.loops.processes import UNKNOWN, Agreement, SigtermAgreement
-from trainer.loops.sharded_checkpoints import ShardedCheckpoints
 from trainer.loops.training import CompiledTraining
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")

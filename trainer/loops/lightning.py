@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strategies.loop import Around, Inspect, LogCall, Restorable, RunMicroBatch, SkippedStep, Span, run_within
+from strategies.loop import Around, Inspect, LogCall, RunMicroBatch, SkippedStep, Span, run_within
 from strategies.torch_patches import as_capturing
 from trainer.loops.private import LightningMicroBatch, ManualSteps, muted, replace, replaced, untried
 from trainer.loops.processes import Processes, evaluating
@@ -177,11 +177,6 @@ class LightningLoop(Processes):
             replaced(trainer.fit_loop.epoch_loop._results, "log", _log_nothing),
         ):
             yield
-
-    def snapshot(self, batch: Any) -> Restorable:
-        from trainer.guards.snapshot import Snapshot
-
-        return Snapshot(self, batch, of_forward=True)
 
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         if self._manual is not None:

@@ -158,7 +158,25 @@ DDP_WARMUP_STEPS = 11
 """Steps with a reduction after which DDP neither rebuilds its buckets nor times itself, as torch's notes have it."""
 
 
-class Processes:
+class Agreeing:
+    """What all loops do alike; see ``Loop`` for what the members mean."""
+
+    def anywhere(self, flag: bool) -> bool:
+        return bool(largest(flag, cast(Loop, self).world_size))
+
+    def everywhere(self, flag: bool) -> bool:
+        return not self.anywhere(not flag)
+
+    def least(self, value: int) -> int:
+        return -largest(-value, cast(Loop, self).world_size)
+
+    def snapshot(self, batch: Any) -> Restorable:
+        from trainer.guards.snapshot import Snapshot
+
+        return Snapshot(cast(Loop, self), batch, of_forward=True)
+
+
+class Processes(Agreeing):
     """The part of ``Loop`` that concerns several processes; see there for what the members mean."""
 
     _trainer: L.Trainer
@@ -170,15 +188,6 @@ class Processes:
     @property
     def is_first_process(self) -> bool:
         return self._trainer.is_global_zero
-
-    def anywhere(self, flag: bool) -> bool:
-        return bool(largest(flag, self.world_size))
-
-    def everywhere(self, flag: bool) -> bool:
-        return not self.anywhere(not flag)
-
-    def least(self, value: int) -> int:
-        return -largest(-value, self.world_size)
 
     def broadcast(self, value: Value) -> Value:
         return self._trainer.strategy.broadcast(value)
@@ -221,7 +230,7 @@ class Processes:
         return DDP_WARMUP_STEPS if isinstance(self._trainer.strategy, DDPStrategy) else 0
 
 
-class OneProcess:
+class OneProcess(Agreeing):
     """Nobody has to be asked; see ``Loop`` for what the members mean."""
 
     cuda_graphs = False
@@ -233,15 +242,6 @@ class OneProcess:
     _observers: list[tuple[Callable[[Mapping[str, Any]], None], Callable[[Tensor | None], None]]]
     """Of each training step."""
     _fetching: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)
-
-    def anywhere(self, flag: bool) -> bool:
-        return flag
-
-    def everywhere(self, flag: bool) -> bool:
-        return flag
-
-    def least(self, value: int) -> int:
-        return value
 
     def broadcast(self, value: Value) -> Value:
         return value
@@ -267,11 +267,6 @@ class OneProcess:
         loss: Tensor = loop.train(batch, inspect)
         loop.optimize()
         return loss
-
-    def snapshot(self, batch: Any) -> Restorable:
-        from trainer.guards.snapshot import Snapshot
-
-        return Snapshot(cast(Loop, self), batch, of_forward=True)
 
     @contextlib.contextmanager
     def around_training_step(

@@ -287,14 +287,11 @@ class CompiledTraining:
                 program,
                 self.telemetry,
                 self._pages,
-                captured=lambda: program.captures_steps,
+                capture=self._capture,
                 unaudited=self._guards.around_micro_batch,
-                gradients=lambda: None if self._capture is None else self._capture.gradients,
                 differs=self._differs,
             )
             self.record.audits = self._audits.facts
-            if self._capture is not None:
-                self._capture.sample = self._audits.sample
 
     def _differs(self, error: ParityError) -> None:
         """An audited step is not eager's: end the run, or continue in eager."""
