@@ -28,7 +28,7 @@ from tests.trainer.guarded import Traceable
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.guards.audits import Audits
 from trainer.guards.compare import MULTIPLES, rounding_unit
-from trainer.guards.forward import EagerSeen
+from trainer.guards.eager import EagerSeen
 
 
 def test_a_forward_that_goes_wrong_at_step_3_ends_the_run_at_the_next_audit(tmp_path: Path) -> None:
@@ -111,17 +111,22 @@ def test_a_captured_step_that_is_stale_is_found(tmp_path: Path) -> None:
 def test_weights_that_a_captured_step_no_longer_moves_are_found_where_gradients_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Audits] = []
-    begin = Audits.__init__
+    class Keeps:
+        sample: Any = ()
+
+        @property
+        def gradients(self) -> list[torch.Tensor]:
+            return [torch.ones_like(parameter) for parameter in self.sample]
+
+    capture, begin = Keeps(), Audits.__init__
 
     def keeping(self: Audits, *arguments: Any, **named: Any) -> None:
-        named["gradients"] = lambda: [torch.ones_like(parameter) for parameter in self.sample]
+        named["capture"] = capture
         begin(self, *arguments, **named)
-        made.append(self)
 
     monkeypatch.setattr(Audits, "__init__", keeping)
     *_, error = audited(Blocks(), tmp_path, [Captured()])
-    assert made[0].sample
+    assert capture.sample
     assert "update of" in str(error), "ones are not the gradients"
 
 

@@ -20,7 +20,7 @@ from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
 from trainer.guards.compare import Comparison, around_steps, displaced, parameters_of
-from trainer.guards.forward import region_draws
+from trainer.guards.eager import region_draws
 from trainer.guards.slowdown import take_sample
 from trainer.guards.snapshot import Snapshot
 from trainer.loops.lightning import LightningLoop

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from strategies import Program
+from strategies.base import Capture
 from strategies.errors import one_line
 from strategies.loop import Around, Loop, MicroBatch
 from strategies.torch_patches import settle_shards
 from trainer.guards.compare import MULTIPLES, Distances, ParityError, Tensors, perturb, rounding_unit
-from trainer.guards.forward import EagerSeen, UpdateSample, eager_forward, left_by_forward
+from trainer.guards.eager import EagerSeen, UpdateSample, eager_forward, left_by_forward
 from trainer.guards.preflight import shapes_of
 from trainer.guards.snapshot import Snapshot
 from trainer.telemetry import hardware
@@ -47,8 +48,6 @@ SHARE = 0.005
 
 NO_STEP = "the run ended before its first step, or training_step takes an iterator of batches"
 
-Gradients = Callable[[], Sequence[Tensor | None] | None]
-
 
 @dataclass(slots=True)
 class Pair:
@@ -64,9 +63,8 @@ class Audits:
     """Stands around every micro-batch of ``loop`` until ``release``; ``unaudited`` is what else does, of those that are
     not audited.
 
-    While steps may be ``captured``, hooks within them are not called; ``gradients`` are those that the last one gave
-    the optimizer for ``sample``, or None where they are the parameters' own. ``differs`` is called with the error once
-    a step is not eager's; it returns when the run continues, in eager.
+    Hooks within steps that ``capture`` replays are not called. ``differs`` is called with the error once a step is not
+    eager's; it returns when the run continues, in eager.
     """
 
     def __init__(
@@ -77,13 +75,12 @@ class Audits:
         telemetry: Telemetry,
         pages: TensorBoardPages,
         *,
-        captured: Callable[[], bool],
+        capture: Capture | None,
         unaudited: Around,
-        gradients: Gradients,
         differs: Callable[[ParityError], None],
     ) -> None:
         self._loop, self._program, self._telemetry, self._pages = loop, program, telemetry, pages
-        self._captured, self._unaudited, self._gradients, self._differs = captured, unaudited, gradients, differs
+        self._capture, self._unaudited, self._differs = capture, unaudited, differs
         self._mode, self._multiple = mode, MULTIPLES[mode]
         self._unit = rounding_unit(program.precision, loop.device, loop.module)
         self._noise: list[Distances] = []
@@ -92,7 +89,7 @@ class Audits:
         self._checkpoints: dict[str, int] = {}
         """Those that the training writes, and the one that it was resumed from, with their steps."""
         self._undo.callback(loop.around_save(lambda path: self._checkpoints.update({path: loop.steps_done})))
-        self.sample: list[torch.nn.Parameter] = []
+        self._sample: list[torch.nn.Parameter] = []
         """Parameters whose update is compared."""
         self._never: dict[str, str] = {}
         self._settles: bool | None = None
@@ -104,7 +101,9 @@ class Audits:
         names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
         self._optimizer = loop.optimizers[0]
         self._update = UpdateSample(self._optimizer, names, program)
-        self.sample = self._update.parameters
+        self._sample = self._update.parameters
+        if capture is not None:
+            capture.sample = self._sample
         if self._update.reason is not None:
             self._never["update"] = self._update.reason
         self._first, self._schedule = loop.steps_done, Schedule(loop)
@@ -155,18 +154,20 @@ class Audits:
         pair = Pair({})
         update = update and "update" not in self._never
         auditing = self._telemetry.auditing
-        if self._captured():
+        if self._program.captures_steps:
             with auditing():
                 self._run_eager(pair, micro_batch.arguments)
                 if update:
                     self._prepare_captured(pair, micro_batch)
             yield pair
-            if not self._captured():  # given up within this step, whose optimizer may evaluate the loss again
+            if (
+                not self._program.captures_steps
+            ):  # given up within this step, whose optimizer may evaluate the loss again
                 return
             with auditing():
                 self._see_step(pair, pair.outputs.get("loss"))
                 if update:
-                    self._compare_update(pair, self._gradients())
+                    self._compare_update(pair, None if self._capture is None else self._capture.gradients)
             return
         called: list[Any] = []
 
@@ -207,7 +208,7 @@ class Audits:
             self._leave_out(("loss", "buffers"), f"eager cannot run the step's forward beside it: {one_line(error)}")
 
     def _eager_forward(self, arguments: Mapping[str, Any]) -> EagerSeen:
-        return eager_forward(self._loop, self._program, arguments, self.sample)
+        return eager_forward(self._loop, self._program, arguments, self._sample)
 
     def _see_step(self, pair: Pair, loss: Any) -> None:
         pair.step = left_by_forward(loss if isinstance(loss, Tensor) else None, self._loop.module)
@@ -221,15 +222,17 @@ class Audits:
         if pair.eager is None or pair.eager.wrote:
             self._leave_out(("update",), "training_step itself may change weights, within a captured step")
         if micro_batch.begins:
-            for parameter in self.sample:  # as zero_grad does next; a replay leaves old ones where they are
+            for parameter in self._sample:  # as zero_grad does next; a replay leaves old ones where they are
                 parameter.grad = None
 
     def _compare_update(self, pair: Pair, given: Sequence[Tensor | None] | None) -> None:
         if "update" in self._never:
             return
-        given = [parameter.grad for parameter in self.sample] if given is None else given
+        given = [parameter.grad for parameter in self._sample] if given is None else given
         if all(gradient is None for gradient in given):
-            where = "a captured step keeps its gradients to itself" if self._captured() else "they were cleared"
+            where = (
+                "a captured step keeps its gradients to itself" if self._program.captures_steps else "they were cleared"
+            )
             self.facts.not_compared["update"] = f"there are no gradients after the step, {where}"
             return
         try:
@@ -244,7 +247,7 @@ class Audits:
     def _judged(self, pair: Pair, micro_batch: MicroBatch) -> dict[str, AuditDifference]:
         """The differences of loss and buffers, looked into where one is beyond its tolerance, on every process."""
         found = self._differences(pair)
-        if self._captured() and self._settles is None and pair.eager is not None:
+        if self._program.captures_steps and self._settles is None and pair.eager is not None:
             # What changes buffers after the forward (one that is computed again in the backward) cannot be seen later.
             self._settles = "buffers" not in found or found["buffers"].share <= 1
             if not self._settles:
@@ -317,11 +320,8 @@ class Audits:
         if "loss" not in apart:
             self.facts.not_compared.setdefault("loss", "training_step returned no loss")
         for kind in [kind for kind in apart if kind not in self._never and len(apart[kind])]:
-            figures = zip(
-                comparison.names(kind), apart[kind].tolist(), comparison.tolerances(kind).tolist(), strict=True
-            )
-            each = [AuditDifference(what=name, difference=size, tolerance=most) for name, size, most in figures]
-            found[kind] = max(each, key=lambda one: one.share)
+            what, difference, tolerance, _ = comparison.worst(kind, apart[kind])
+            found[kind] = AuditDifference(what=what, difference=difference, tolerance=tolerance)
         for kind, most in MAX_TOLERANCE.items():
             if kind in found and not found[kind].tolerance <= most:
                 why = "compiled code may draw other random numbers" if eager.drew else "eager differs from itself"

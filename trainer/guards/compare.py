@@ -51,10 +51,12 @@ def rounding_unit(precision: str, device: torch.device, module: torch.nn.Module)
     Whatever matrix products do, cuDNN may round to TF32, and need not in another memory format, as compilers choose it:
     https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
+    if precision in UNITS or device.type != "cuda":
+        return UNITS.get(precision, SINGLE)
     tf32 = torch.get_float32_matmul_precision() != "highest" or (
         torch.backends.cudnn.allow_tf32 and any(isinstance(one, BY_CUDNN) for one in module.modules())
     )
-    return UNITS.get(precision, TF32 if tf32 and device.type == "cuda" else SINGLE)
+    return TF32 if tf32 else SINGLE
 
 
 KINDS = {
@@ -171,34 +173,36 @@ class Comparison:
         """Of the one tensor of its ``kind``; 0 without any."""
         return float(self.tolerances(kind)[0]) if kind in self._kept else 0.0
 
-    def names(self, kind: str) -> list[str]:
-        """Of the tensors of a kind, in order."""
-        return list(self._kept[kind].tensors)
+    def worst(self, kind: str, apart: Tensor) -> tuple[str, float, float, int]:
+        """Of a kind's tensors, ``apart`` from eager's: name, difference and tolerance of the one that is nearest to its
+        tolerance or beyond it most, and how many are beyond theirs."""
+        tolerances = self.tolerances(kind)
+        beyond = (apart / tolerances).nan_to_num(nan=math.inf, posinf=math.inf)
+        beyond[apart == 0] = 0.0
+        worst = int(beyond.argmax())
+        name = list(self._kept[kind].tensors)[worst]
+        return name, float(apart[worst]), float(tolerances[worst]), int((beyond > 1).sum())
 
     def verdict(self, seen: Distances) -> tuple[list[str], dict[str, Any]]:
         """What is beyond its tolerance, in words, and figures of each kind for the record."""
         complaints: list[str] = []
         figures: dict[str, Any] = {}
         for kind in [kind for kind in KINDS if kind in seen and len(seen[kind])]:
-            names, apart, tolerances = list(self._kept[kind].tensors), seen[kind], self.tolerances(kind)
-            beyond = (apart / tolerances).nan_to_num(nan=math.inf, posinf=math.inf)
-            beyond[apart == 0] = 0.0
-            worst = int(beyond.argmax())
-            difference, tolerance = float(apart[worst]), float(tolerances[worst])
+            name, difference, tolerance, beyond = self.worst(kind, seen[kind])
             figures[kind] = {"difference": difference, "tolerance": tolerance}
             away = f"away from it, tolerance {tolerance:.2e}"
             if kind in ("loss", "gradient_norm"):
-                value = self._kept[kind].tensors[names[0]]
+                value = self._kept[kind].tensors[name]
                 figures[kind]["eager"] = eager = float(value) if value.numel() == 1 else float(value.norm())
                 complaint = f"{KINDS[kind]} {difference:.2e} of eager's {eager:.6g} {away}"
             else:
-                many = int((beyond > 1).sum())
-                figures[kind] |= {"worst": names[worst], "tensors": len(names), "beyond": many}
+                tensors = len(seen[kind])
+                figures[kind] |= {"worst": name, "tensors": tensors, "beyond": beyond}
                 complaint = (
-                    f"{KINDS[kind]} {names[worst]!r} {difference:.2e} of eager's {away} "
-                    f"({many} of {len(names)} tensors are beyond theirs)"
+                    f"{KINDS[kind]} {name!r} {difference:.2e} of eager's {away} "
+                    f"({beyond} of {tensors} tensors are beyond theirs)"
                 )
-            complaints += [complaint] if beyond[worst] > 1 else []
+            complaints += [complaint] if beyond else []
         return complaints, figures
 
 

@@ -37,8 +37,7 @@ from trainer.guards.compare import (
     rounding_unit,
     without_autocast,
 )
-from trainer.guards.draws import CERTAIN, FEW, MANY, SUSPECT, Draws, compare_evaluation
-from trainer.guards.forward import region_draws
+from trainer.guards.eager import CERTAIN, FEW, MANY, SUSPECT, Draws, compare_evaluation, region_draws
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 
 STEPS = 3
