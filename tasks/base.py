@@ -11,7 +11,6 @@ import difflib
 import math
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -114,8 +113,6 @@ class TrainedTask(Task):
     """AdamW's decoupled decay of weights; biases and norms have none."""
     warmup_steps: int = 50
     """Optimizer steps of linear warm-up."""
-    final_learning_rate: float = 0.05
-    """Learning rate at the last step, as a share of ``learning_rate``."""
     initialise: str = "auto"
     """Where initial weights are drawn: on the ``host``, or on the ``device`` (milliseconds for the host's seconds, but
     other numbers from the same seed on another kind of device). ``auto``: on the device where there is a CUDA device or
@@ -125,7 +122,6 @@ class TrainedTask(Task):
         require_fields("task", self, weight_decay=0, warmup_steps=0)
         if math.isinf(self.weight_decay):
             raise ValueError(f"task.weight_decay={self.weight_decay} must be finite")
-        require_share("task.final_learning_rate", self.final_learning_rate)
         require_choice("task.initialise", self.initialise, INITIALISE)
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0 and finite")
@@ -253,22 +249,15 @@ CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
 
 
-def require_memory(what: str, needed: int, *, more: int | None = None, on: tuple[int, int] | None = None) -> None:
-    """Raise ValueError where ``what`` needs more memory than there is; warn where it needs more than is free.
+def require_memory(what: str, needed: int, *, device: int | None = None) -> None:
+    """Raise ValueError where ``what``, which names the options, needs more bytes than there are.
 
-    Args:
-        what: Names the options.
-        needed: Bytes, at least.
-        more: Of them, with what else is probably needed, those that are not taken yet; None: all of ``needed``.
-        on: Free and all bytes of a device; None: of this machine.
+    ``device``: all bytes of one; None: of this machine.
     """
-    free, total = on or (free_bytes(), total_bytes())
-    place = "this machine" if on is None else "the device"
+    total = total_bytes() if device is None else device
     if total is not None and needed > total:
+        place = "this machine" if device is None else "the device"
         raise ValueError(f"{what}: needs at least {gib(needed)} of memory, {place} has {gib(total)}")
-    more = needed if more is None else more
-    if free is not None and more > free:
-        print(f"warning: {what}: needs at least {gib(more)} more memory, {place} has {gib(free)} free", file=sys.stderr)
 
 
 def gib(size: int) -> str:

@@ -31,6 +31,8 @@ LARGE = 1_000_000_000
 """Parameters from which on weights are drawn on the device whatever it is: a host takes minutes for them."""
 BETAS = (0.9, 0.98)
 """Adam's decay of its two running means."""
+FINAL = 0.05
+"""Learning rate at the last step, as a share of the highest."""
 LONGEST_COUNTED = 128
 """Positions of the longest of three examples, from which those of all other lengths follow."""
 EXAMPLES = 2
@@ -129,11 +131,11 @@ class ScoredModule(L.LightningModule):
 
     def _learning_rate_share(self, step: int) -> float:
         """Learning rate at ``step`` as a share of the highest."""
-        warmup_steps, final = min(self._task.warmup_steps, self._max_steps), self._task.final_learning_rate
+        warmup_steps = min(self._task.warmup_steps, self._max_steps)
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         progress = min(1.0, (step - warmup_steps) / max(1, self._max_steps - warmup_steps))
-        return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return FINAL + (1.0 - FINAL) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def start(build: Callable[[], nn.Module], initialise: str) -> nn.Module:

@@ -181,21 +181,17 @@ def cluster() -> list[ClusterEnvironment]:
 
 
 def require_memory_of(module: L.LightningModule, trainer: L.Trainer, command: Sequence[str]) -> None:
-    """Raise ValueError where the parameters alone are more than the device's memory; warn where they and their
-    gradients are more than is free there. ``command`` names the options that made them so many."""
+    """Raise ValueError where the parameters alone are more than the device's memory; ``command`` names the options that
+    made them so many."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         return  # spread over devices
     parameters = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
     most = 8 if str(trainer.precision).endswith("-mixed") or trainer.precision in ("32-true", "64-true") else 2
-    sizes = {parameter: parameter.numel() * min(parameter.element_size(), most) for parameter in parameters}
-    gradients = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     device = trainer.strategy.root_device
-    to_come = sum(size for parameter, size in sizes.items() if parameter.device != device)
     require_memory(
         f"{task_options(command)}: {sum(each.numel() for each in parameters):,} parameters",
-        sum(sizes.values()),
-        more=to_come + gradients,
-        on=torch.cuda.mem_get_info(device) if device.type == "cuda" else None,
+        sum(each.numel() * min(each.element_size(), most) for each in parameters),
+        device=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
     )
 
 

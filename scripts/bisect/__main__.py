@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -58,16 +59,19 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
             from scripts.bisect.bench import Bench, with_config
             from scripts.explain.run import ONE_DEVICE, quiet_compiler, several_devices
 
-        def begins(number: int, what: str) -> None:
-            stop.check()
-            status.update(f"{number}  {what}")
-
-        def ended(number: int, what: str, outcome: Outcome) -> None:
-            progress.print(trial_line(number, what, outcome))
-
         def use(bench: Bench) -> None:
             stop.install()
-            found.append((Search(bench, begins=begins, ended=ended).run(), bench.requests))
+            numbers = itertools.count(1)
+
+            def trial(paths: Sequence[str]) -> Outcome:
+                stop.check()
+                number = next(numbers)
+                status.update(f"{number}  {named(paths)}")
+                outcome = bench.trial(paths)
+                progress.print(trial_line(number, named(paths), outcome))
+                return outcome
+
+            found.append((Search(bench.everything, trial).run(), bench.requests))
 
         with quiet_compiler():  # what fails is in a trial's line
             with_config(config, strategies, use)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from strategies.base import Stage, Strategy, holds
 from strategies.compose import label
@@ -69,41 +68,24 @@ class Report:
         return outcome is not None and not outcome.differs and outcome.reason is None
 
 
-class Bench(Protocol):
-    """What does the trials."""
-
-    everything: list[Node]
-    """What the strategies hand to the compiler, each with what it holds."""
-
-    def trial(self, paths: Sequence[str]) -> Outcome:
-        """Compile the submodules at ``paths``, and the optimizer step where ``OPTIMIZER`` is among them."""
-        ...
-
-
 class Search:
-    """One search, from the whole to its parts. A set of submodules is tried once.
+    """One search, from the whole to its parts.
 
     Args:
-        begins: Called before each trial with its number and what is compiled, as it may take long.
-        ended: Called after each trial with the same, and what came of it.
+        everything: What the strategies hand to the compiler, each with what it holds.
+        trial: Compiles the submodules at these paths, and the optimizer step where ``OPTIMIZER`` is among them, and
+            says what came of it. A set of submodules is tried once.
     """
 
-    def __init__(
-        self,
-        bench: Bench,
-        *,
-        begins: Callable[[int, str], object] = lambda number, what: None,
-        ended: Callable[[int, str, Outcome], object] = lambda number, what, outcome: None,
-    ) -> None:
-        self._bench, self._begins, self._ended = bench, begins, ended
+    def __init__(self, everything: list[Node], trial: Callable[[Sequence[str]], Outcome]) -> None:
+        self._everything, self._trial = everything, trial
         self._known: dict[frozenset[str], Outcome] = {}
 
     def run(self) -> Report:
         """Look for what differs. Raises ValueError where everything compiled cannot be compared with eager."""
-        everything = self._bench.everything
-        report = Report(whole=self._outcome(everything, "everything"))
+        report = Report(whole=self._outcome(self._everything))
         if report.whole.differs:
-            report.culprit = self._smallest(everything)
+            report.culprit = self._smallest(self._everything)
             if report.culprit is not None:
                 report.outcome = self._outcome([report.culprit])
                 self._look_at_rest(report, report.culprit)
@@ -129,23 +111,19 @@ class Search:
 
     def _look_at_rest(self, report: Report, culprit: Node) -> None:
         """Try all without the culprit, or without all of its class. What holds one of them is taken apart."""
-        like = [one.path for one in _all(self._bench.everything) if culprit.about and one.about == culprit.about]
+        like = [one.path for one in _all(self._everything) if culprit.about and one.about == culprit.about]
         for out in ([culprit.path], like):
-            rest = list(_without(self._bench.everything, out))
+            rest = list(_without(self._everything, out))
             report.rest, report.copies = [one.path for one in rest], [path for path in out if path != culprit.path]
             report.rest_outcome = self._outcome(rest) if rest else None
             if report.rest_outcome is None or not report.rest_outcome.differs or len(like) < 2:
                 return
 
-    def _outcome(self, nodes: Sequence[Node], what: str | None = None) -> Outcome:
+    def _outcome(self, nodes: Sequence[Node]) -> Outcome:
         paths = [node.path for node in nodes]
-        key = frozenset(paths)
-        if key not in self._known:
-            number, what = len(self._known) + 1, what or named(paths)
-            self._begins(number, what)
-            self._known[key] = outcome = self._bench.trial(paths)
-            self._ended(number, what, outcome)
-        return self._known[key]
+        if frozenset(paths) not in self._known:
+            self._known[frozenset(paths)] = self._trial(paths)
+        return self._known[frozenset(paths)]
 
 
 def named(paths: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strategies.cached.store import distrust_of
-from strategies.options import SWITCHES, cache_directories, switched_off, unwritable
+from strategies.options import cache_directories, switched_off, unwritable
 from tasks.base import free_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -30,9 +30,6 @@ LITTLE_DISK_GIB, NO_DISK_GIB = 2.0, 0.1
 """A cold compile of a model of ordinary size writes some hundred MiB."""
 LITTLE_MEMORY_GIB = 4.0
 """Importing torch and Inductor and compiling in a few processes takes about three."""
-NAMES = ("CUDA_VISIBLE_DEVICES", "CXX", "CC", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "TORCH_DYNAMO_", "TORCH_LOGS", "TRITON_")
-"""Of variables that are shown as they stand where they cost nothing."""
 COSTLY: dict[str, str] = {
     "CUDA_LAUNCH_BLOCKING=1": "the host waits for every kernel: for finding errors, never for timing",
     "CUDA_DEVICE_MAX_CONNECTIONS=1": "kernels and communication are serialized: trainer.strategy=fsdp hides none of it",
@@ -129,23 +126,20 @@ def packages() -> Iterator[Finding]:
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """A line for each variable that costs something, and one for all others that change compilation."""
+    """A line for each variable that costs something, or one where none does."""
+    found = False
     if (off := switched_off()) is not None:
         message, _, fix = off.partition(": ")
+        found = True
         yield error("environment", message, fix)
-    others, found = [], off is not None
     for name, value in sorted(environment.items()):
         setting = f"{name}={value}"
         key = setting if setting in COSTLY else f"{name}="
-        if name in SWITCHES and value == "1":
-            continue  # reported first, in the same words as a run's
         if key in COSTLY and value:
             report, found = error if key in WRONG else warning, True
             yield report("environment", f"{setting}: {COSTLY[key]}", f"unset {name}, unless you mean it")
-        elif name in NAMES or name.startswith(PREFIXES):
-            others.append(setting)
-    if others or not found:
-        yield ok("environment", ", ".join(others) or "no variable that changes compilation is set")
+    if not found:
+        yield ok("environment", "no variable that makes compiled code slow, late or wrong is set")
 
 
 def places() -> Iterator[Finding]:

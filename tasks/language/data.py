@@ -161,6 +161,8 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.integer]:
     return np.concatenate(parts)
 
 
+SHARE = 0.15
+"""Of a row's ordinary tokens to predict, at least one of them."""
 MASKED, REPLACED = 0.8, 0.1
 """Of the tokens to predict, the shares that show the mask and a random token; the rest show themselves."""
 
@@ -194,8 +196,6 @@ class CollateMasked:
 
     seed: int
     """Of the run."""
-    share: float
-    """Share of a row's ordinary tokens to predict, at least one of them."""
     mask_token: int
     """Id that stands for a hidden token."""
     token_count: int
@@ -243,7 +243,7 @@ class CollateMasked:
         ordinary_B = lengths - np.add.reduceat(special_T, begins, dtype=np.int64)
         picked = []
         for begin, length, ordinary in zip(begins.tolist(), lengths.tolist(), ordinary_B.tolist(), strict=True):
-            count = min(ordinary, max(1, round(self.share * ordinary)))
+            count = min(ordinary, max(1, round(SHARE * ordinary)))
             if count:
                 picked.append(begin + order_T[begin : begin + length].argpartition(count - 1)[:count])
         return np.sort(np.concatenate(picked)) if picked else np.empty(0, dtype=np.int64)
@@ -287,7 +287,6 @@ class MaskedDataModule(TextDataModule):
         task: Any = self._task
         return {
             "seed": self.seed,
-            "share": task.masked_share,
             "mask_token": task.network.mask_token,
             "token_count": self.tokenizer.get_vocab_size(),
             "pad_to": task.data.pad_to,

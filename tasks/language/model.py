@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
 
 
-NORM_EPSILON = 1e-12
-"""Of every norm of BERT, as in the original."""
+NORM_EPSILON, RMS_EPSILON = 1e-12, 1e-5
+"""Of every norm of BERT, as in the original, and of Llama."""
 
 
 def next_token_losses(logits_TV: Tensor, targets_T: Tensor, reduction: str) -> Tensor:
@@ -225,9 +225,9 @@ class LlamaBlock(nn.Module):
     def __init__(self, network: LlamaNetwork) -> None:
         super().__init__()
         width = network.width
-        self.attention_norm = nn.RMSNorm(width, eps=network.norm_epsilon)
+        self.attention_norm = nn.RMSNorm(width, eps=RMS_EPSILON)
         self.attention = GroupedAttention(width, network.heads, network.key_value_heads)
-        self.mlp_norm = nn.RMSNorm(width, eps=network.norm_epsilon)
+        self.mlp_norm = nn.RMSNorm(width, eps=RMS_EPSILON)
         self.mlp = SwiGlu(width, network.hidden_width)
 
     def forward(self, x_BSD: Tensor, cos_1SK: Tensor, sin_1SK: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class Llama(nn.Module):
         blocks = [LlamaBlock(network) for _ in range(network.layers)]
         self.blocks = nn.ModuleList(blocks)
         self.tail = NextTokenTail(
-            nn.RMSNorm(width, eps=network.norm_epsilon),
+            nn.RMSNorm(width, eps=RMS_EPSILON),
             nn.Linear(width, network.vocabulary_size, bias=False),
             loss_chunks=loss_chunks,
         )

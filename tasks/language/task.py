@@ -89,11 +89,9 @@ class LlamaNetwork(LanguageNetwork):
     """Hidden features of an MLP."""
     rotary_base: float = 10000.0
     """Wavelength of the slowest rotary position; 500000 from Llama 3 on."""
-    norm_epsilon: float = 1e-5
-    """What RMSNorm adds to the mean square."""
 
     def __post_init__(self) -> None:
-        require_fields("task.network", self, heads=1, key_value_heads=1, hidden_width=1, rotary_base=1, norm_epsilon=0)
+        require_fields("task.network", self, heads=1, key_value_heads=1, hidden_width=1, rotary_base=1)
         require_multiple("task.network.width", self.width, "2 x task.network.heads", 2 * self.heads)
         require_multiple("task.network.heads", self.heads, "task.network.key_value_heads", self.key_value_heads)
         Dimensions.__post_init__(self)
@@ -228,9 +226,6 @@ class MaskedLM(TextTask):
     name: ClassVar[str] = "masked_lm"
     extra: ClassVar[int] = 0
 
-    masked_share: float = 0.15
-    """Share of a row's tokens to predict, rounded, at least one: of them 80% show the mask, 10% a random token and 10%
-    themselves."""
     network: BertNetwork = field(default_factory=BertNetwork)
     """Dimensions of the network."""
     data: TextData = field(default_factory=lambda: Stdlib(packing="documents"))
@@ -238,8 +233,6 @@ class MaskedLM(TextTask):
 
     def __post_init__(self) -> None:
         TextTask.__post_init__(self)
-        if not 0 < self.masked_share < 1:
-            raise ValueError(f"task.masked_share={self.masked_share} must be above 0 and below 1")
         if self.is_packed and self.network.dropped_attention:
             raise ValueError(
                 f"task.network.attention_dropout={self.network.dropped_attention} must be 0 with task.data.packing="

@@ -30,15 +30,14 @@ def clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Forgetful:
-    """A bench whose planted backends begin each trial anew, as their process would."""
+def searched_in(bench: Bench) -> Report:
+    """A search whose planted backends begin each trial anew, as their process would."""
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench, self.everything = bench, bench.everything
-
-    def trial(self, paths: Sequence[str]) -> Outcome:
+    def trial(paths: Sequence[str]) -> Outcome:
         planted.planted_seen.clear()
-        return self._bench.trial(paths)
+        return bench.trial(paths)
+
+    return Search(bench.everything, trial).run()
 
 
 def with_module(module: L.LightningModule, loader: Any, strategies: Any, use: Any, **declared: Any) -> None:
@@ -65,10 +64,8 @@ def searched() -> Searched:
         torch.manual_seed(0)
         found: list[Report] = []
 
-        def use(bench: Bench) -> None:
-            found.append(Search(Forgetful(bench)).run())
-
         given = strategies or [Whole(backend=backend, **options)]
+        use = lambda bench: found.append(searched_in(bench))  # noqa: E731
         with_module(Trained(net), loader(*rows), given, use, whole=["net"])
         return found[0]
 

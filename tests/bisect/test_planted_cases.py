@@ -8,9 +8,9 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from scripts.bisect.__main__ import FOUND, NOTHING_WRONG, ONLY_TOGETHER, exit_of
-from scripts.bisect.search import OPTIMIZER, Report, Search
+from scripts.bisect.search import OPTIMIZER, Report
 from strategies import Modular, Optimizer, Regional, Whole
-from tests.bisect.conftest import Searched, with_module
+from tests.bisect.conftest import Searched, searched_in, with_module
 from tests.bisect.planted import Cosine, Middle, Net, Plain, Sine, SineBetween
 from tests.bisect.test_search import culprit_of
 
@@ -87,5 +87,5 @@ def test_what_eager_itself_does_not_repeat_is_not_called_equal(
 def test_nothing_wrong_with_a_demo_model() -> None:
     found: list[Report] = []
     loader = BoringModel().train_dataloader()
-    with_module(BoringModel(), loader, [Whole(backend="aot_eager")], lambda bench: found.append(Search(bench).run()))
+    with_module(BoringModel(), loader, [Whole(backend="aot_eager")], lambda bench: found.append(searched_in(bench)))
     assert exit_of(found[0]) == NOTHING_WRONG

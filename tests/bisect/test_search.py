@@ -13,23 +13,16 @@ def node(path: str, *children: Node, kind: str | None = None) -> Node:
     return Node(path=path, about=kind or path, children=list(children))
 
 
-class Tries:
-    """A bench of names."""
-
-    def __init__(self, regions: Sequence[Node], differs: Callable[[set[str]], bool]) -> None:
-        self.everything, self._differs = list(regions), differs
-        self.tried: list[frozenset[str]] = []
-
-    def trial(self, paths: Sequence[str]) -> Outcome:
-        self.tried.append(frozenset(paths))
-        return Outcome(differs=self._differs(set(paths)), reason="planted" if self._differs(set(paths)) else None)
-
-
 def search(regions: Sequence[Node], differs: Callable[[set[str]], bool]) -> tuple[Report, list[frozenset[str]]]:
-    bench = Tries(regions, differs)
-    found = Search(bench).run()
-    assert len(bench.tried) == len(set(bench.tried)), "no set is tried twice"
-    return found, bench.tried
+    tried: list[frozenset[str]] = []
+
+    def trial(paths: Sequence[str]) -> Outcome:
+        tried.append(frozenset(paths))
+        return Outcome(differs=differs(set(paths)), reason="planted" if differs(set(paths)) else None)
+
+    found = Search(list(regions), trial).run()
+    assert len(tried) == len(set(tried)), "no set is tried twice"
+    return found, tried
 
 
 def holding(*culprits: str) -> Callable[[set[str]], bool]:

@@ -93,7 +93,7 @@ def library_llama(network: LlamaNetwork) -> tuple[nn.Module, dict[str, Tensor]]:
             intermediate_size=network.hidden_width,
             vocab_size=network.vocabulary_size,
             max_position_embeddings=network.max_tokens,
-            rms_norm_eps=network.norm_epsilon,
+            rms_norm_eps=1e-5,
         )
     )
     names = {

@@ -22,7 +22,7 @@ WORDS = ("red", "green", "blue", "round", "square", "small", "large", "left", "r
 
 
 def collate(**changes: Any) -> CollateMasked:
-    options = {"seed": 0, "share": 0.15, "mask_token": MASK, "token_count": TOKENS, "pad_to": None, "padded": True}
+    options = {"seed": 0, "mask_token": MASK, "token_count": TOKENS, "pad_to": None, "padded": True}
     return CollateMasked(**{**options, **changes})  # type: ignore[arg-type]
 
 
@@ -169,7 +169,6 @@ def test_validation_masks_alike_each_time(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"masked_share": 0.0}, r"^task\.masked_share=0\.0 must be above 0 and below 1$"),
         (
             {"network": {"width": 10, "heads": 3}},
             r"^task\.network\.width=10 must be a multiple of task\.network\.heads=3$",

@@ -85,15 +85,6 @@ def test_loader_processes_that_cannot_be_started_are_refused() -> None:
         Shapes(num_workers=100_000_000)
 
 
-def test_what_may_fit_is_warned_of_and_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(resources, "free_bytes", lambda: 1000)
-    record = run(compose([*TINY, "trainer.progress=none"]), run_dir=tmp_path, command=TINY)
-    assert record.status == "finished"
-    assert "task.width=16: 442 parameters: needs at least" in capsys.readouterr().err
-
-
 def test_a_container_and_a_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 4096 kB\nMemAvailable: 2048 kB\nSwapTotal: 1024 kB\n")
     monkeypatch.setattr(resources, "PROC", tmp_path)
