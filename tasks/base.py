@@ -107,6 +107,9 @@ class TrainedTask(Task):
     """Whether inputs are tokens that are looked up: every product then has two operands that need a gradient, and
     backward costs twice forward."""
 
+    accuracy: ClassVar[str] = "val/accuracy"
+    """Key of the share of targets that were predicted right."""
+
     learning_rate: float | None = None
     """Highest learning rate of AdamW, reached after the warm-up; null = the task's own rule."""
     weight_decay: float = 0.05
@@ -126,17 +129,17 @@ class TrainedTask(Task):
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0 and finite")
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What of a batch the network takes in training, in its order."""
+        return ("inputs", "targets")
+
     def build_net(self) -> nn.Module:
         """Build the network; its weights are drawn from torch's global generator.
 
         Raises ValueError for a network that cannot be built.
         """
         raise NotImplementedError
-
-    def module_class(self) -> type[ScoredModule]:
-        from tasks.module import ScoredModule
-
-        return ScoredModule
 
     def default_learning_rate(self) -> float:
         """The highest learning rate where none is given."""
@@ -151,10 +154,10 @@ class TrainedTask(Task):
 
     def build_module(self, *, max_steps: int) -> ScoredModule:
         """Build the module; see ``initialise`` for its weights. Raises ValueError for unusable input."""
-        from tasks.module import operations
+        from tasks.module import ScoredModule, operations
 
         operations(self)  # counted once: now, and not within the first step, which is timed
-        return self.module_class()(self, max_steps=max_steps)
+        return ScoredModule(self, max_steps=max_steps)
 
     def training_flops(self, batch: Any) -> int | None:
         """Operations of forward, loss and backward, as ``tasks.module`` counts them."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -44,14 +44,9 @@ _counted: dict[str, tuple[int, int, int] | None] = {}
 class ScoredModule(L.LightningModule):
     """Trains ``net``, which may be without memory until ``configure_model``, by the recipe.
 
-    ``net(*inputs, targets)`` returns the ``Scores`` of ``tasks.module``, ``net(*inputs)`` the logits. Validation logs
+    ``net`` returns the ``Scores`` of ``tasks.module`` for what ``task.inputs`` names of a batch. Validation logs
     ``val/loss`` and the share of right predictions, once.
     """
-
-    accuracy: ClassVar[str] = "val/accuracy"
-    """Key of the share of targets that were predicted right."""
-    inputs: ClassVar[tuple[str, ...]] = ("inputs",)
-    """What of a batch the network reads beside the targets."""
 
     def __init__(self, task: TrainedTask, *, max_steps: int) -> None:
         """Build the network of ``task``; its weights come now, or in ``configure_model`` on the device under the seed
@@ -60,6 +55,7 @@ class ScoredModule(L.LightningModule):
         self.net = start(task.build_net, task.initialise)
         self._task, self._max_steps, self._seed = task, max_steps, torch.initial_seed()
         self._sums: Tensor | None = None
+        self._large = is_large(self.net)
 
     def configure_model(self) -> None:
         """Draw the weights on the device, once. Lightning calls it after ``setup`` and before it loads a checkpoint."""
@@ -78,11 +74,19 @@ class ScoredModule(L.LightningModule):
 
     def scores(self, batch: Any) -> Scores:
         """Mean loss, right predictions and targets of ``batch``, 0-D; the last two are None in training mode."""
-        return self.net(*(getattr(batch, name) for name in self.inputs), batch.targets)
+        return self.net(*(getattr(batch, name) for name in self._task.inputs))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Mean loss, 0-D. Logs nothing: one ``self.log`` costs more than a small step."""
         return self.scores(batch)[0]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Free the gradients of a large network as soon as they are used.
+
+        Lightning does so after the next forward, whose activations would have to fit beside them: 4 bytes a parameter.
+        """
+        if self._large and self.trainer.accumulate_grad_batches == 1:
+            self.zero_grad(set_to_none=True)
 
     def on_validation_epoch_start(self) -> None:
         self._sums = None
@@ -106,7 +110,7 @@ class ScoredModule(L.LightningModule):
         # The sums are added over ranks before dividing: a rank with more targets weighs more.
         loss_sum, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
         self.log("val/loss", (loss_sum / count).float(), sync_dist=True)
-        self.log(self.accuracy, (correct / count).float(), sync_dist=True)
+        self.log(self._task.accuracy, (correct / count).float(), sync_dist=True)
         self._sums = None
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

@@ -1,4 +1,4 @@
-"""The captioning network, an image encoder, a text decoder and a tail with the loss, and the LightningModule around it.
+"""The captioning network: an image encoder, a text decoder and a tail with the loss.
 
 Encoder: torchvision's Vision Transformer taken apart into an embedding, a list of blocks and a norm (Dosovitskiy et al.
 2020, https://arxiv.org/abs/2010.11929). The modules are torchvision's own, so its blocks, its initialisation and its
@@ -12,15 +12,14 @@ E image width, S text positions, D text width, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
-from tasks.captioning.data import CaptionBatch
 from tasks.loading import PAD
-from tasks.module import Attention, ScoredModule, Scores, TextEmbedding, class_scores, draw_weights, mlp
+from tasks.module import Attention, Scores, TextEmbedding, class_scores, draw_weights, mlp
 
 if TYPE_CHECKING:
     from tasks.captioning.task import CaptionerSize
@@ -168,13 +167,3 @@ class LanguageTail(nn.Module):
         """
         logits_BSV: Tensor = self.head(self.norm(x_BSD))
         return class_scores(logits_BSV, targets_BS, training=self.training, ignored=PAD)
-
-
-class Captioner(ScoredModule):
-    """Trains a CaptionNet."""
-
-    accuracy: ClassVar[str] = "val/token_accuracy"
-
-    def scores(self, batch: CaptionBatch) -> Scores:
-        """Loss in nats a target; the network takes the targets from the tokens."""
-        return self.net(batch.images, batch.tokens)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import lightning
     from torch import Tensor, nn
 
-    from tasks.module import ScoredModule
 
 
 @dataclass(kw_only=True, slots=True)
@@ -238,6 +237,8 @@ class Captioning(TrainedTask):
 
     name: ClassVar[str] = "captioning"
     monitor: ClassVar[str | None] = "val/loss"
+    accuracy: ClassVar[str] = "val/token_accuracy"
+    inputs: ClassVar[tuple[str, ...]] = ("images", "tokens")
 
     size: CaptionerSize = field(default_factory=CaptionerSize)
     """Dimensions of the network."""
@@ -260,11 +261,6 @@ class Captioning(TrainedTask):
         from tasks.captioning.model import CaptionNet
 
         return CaptionNet(self.size)
-
-    def module_class(self) -> type[ScoredModule]:
-        from tasks.captioning.model import Captioner
-
-        return Captioner
 
     def default_learning_rate(self) -> float:
         """About 3e-3 for tiny and 2.6e-4 for base: Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""

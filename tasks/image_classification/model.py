@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torchvision
@@ -18,7 +18,7 @@ from torchvision.models import ResNet, VisionTransformer
 
 from tasks.base import suggest
 from tasks.loading import ResumableDataModule
-from tasks.module import ScoredModule, Scores, class_scores
+from tasks.module import Scores, class_scores
 
 TIMM = "timm/"
 """Begins the names of timm's networks."""
@@ -211,12 +211,6 @@ class Tail(nn.Module):
         """Logits [B, K] without targets, else (mean loss, right predictions, examples); see ``ClassifierNet``."""
         logits_BK = self.logits(x)
         return logits_BK if targets_B is None else class_scores(logits_BK, targets_B, training=self.training)
-
-
-class ImageClassifier(ScoredModule):
-    """Trains a ClassifierNet; validation logs ``val/loss`` (nats an image) and ``val/accuracy``."""
-
-    inputs: ClassVar[tuple[str, ...]] = ("images",)
 
 
 # ---- batches of labelled images --------------------------------------------------------------------------------------

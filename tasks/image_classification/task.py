@@ -124,6 +124,7 @@ class ImageClassification(TrainedTask):
 
     name: ClassVar[str] = "image_classification"
     monitor: ClassVar[str | None] = "val/loss"
+    inputs: ClassVar[tuple[str, ...]] = ("images", "targets")
 
     model: str = "resnet18"
     """Any classification network of torchvision by name (``resnet50``, ``vit_l_16``, ``alexnet``, ...), ``vit_ti_16``,
@@ -160,11 +161,6 @@ class ImageClassification(TrainedTask):
         from tasks.image_classification.model import ClassifierNet, build_model
 
         return ClassifierNet(build_model(self.model, classes=self.class_count(), image_size=self.image_size))
-
-    def module_class(self) -> type[ScoredModule]:
-        from tasks.image_classification.model import ImageClassifier
-
-        return ImageClassifier
 
     def default_learning_rate(self) -> float:
         """Networks without batch norm (transformers, AlexNet) diverge at the rates that ResNets like."""

@@ -1,4 +1,4 @@
-"""Networks of language tasks, GPT-2, Llama and BERT, and the LightningModules around them.
+"""Networks of language tasks: GPT-2, Llama and BERT.
 
 GPT-2: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners": pre-norm blocks, tanh-approximated
 GELU, learned positions, a head that shares the embedding's weight. Llama: Touvron et al. 2023,
@@ -15,29 +15,25 @@ G key and value heads, K head width, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.language.data import TextBatch
 from tasks.loading import PAD
 from tasks.module import (
-    ScoredModule,
     Scores,
     TextEmbedding,
     attend,
     class_scores,
     draw_weights,
-    is_large,
     mlp,
     right_predictions,
 )
 
 if TYPE_CHECKING:
-    from tasks.base import TrainedTask
     from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
 
 
@@ -364,28 +360,3 @@ class Bert(nn.Module):
         for block in self.blocks:
             x_BSD = block(x_BSD, mask_B11S)
         return self.tail(x_BSD, targets_BS)
-
-
-class LanguageModel(ScoredModule):
-    """Trains a network on TextBatches; large ones lose their gradients when memory needs it."""
-
-    accuracy: ClassVar[str] = "val/token_accuracy"
-
-    def __init__(self, task: TrainedTask, *, max_steps: int) -> None:
-        super().__init__(task, max_steps=max_steps)
-        self.large = is_large(self.net)
-
-    def on_train_batch_end(self, outputs: Any, batch: TextBatch, batch_idx: int) -> None:
-        """Free the gradients of a large network as soon as they are used.
-
-        Lightning does so after the next forward, whose activations would have to fit beside them: 4 bytes a parameter.
-        """
-        if self.large and self.trainer.accumulate_grad_batches == 1:
-            self.zero_grad(set_to_none=True)
-
-
-class MaskedModule(ScoredModule):
-    """Trains a BERT; validation logs ``val/loss`` and ``val/token_accuracy``, both over masked tokens."""
-
-    accuracy: ClassVar[str] = "val/token_accuracy"
-    inputs: ClassVar[tuple[str, ...]] = ("tokens", "mask")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tasks.language.data import CollateMasked, MaskedDataModule, TextDataset
-from tasks.language.model import Bert, BertBlock, MaskedModule
+from tasks.language.model import Bert, BertBlock
 from tasks.loading import PAD, ResumableSampler
 from tasks.module import IGNORED, Scores, attend
 
@@ -157,6 +157,11 @@ class PackedDataModule(MaskedDataModule):
         super().__init__(task, vocabulary_size=vocabulary_size, seed=seed)
         self.batch_size = 1  # a row
 
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        if self.trainer is not None:
+            warn_without_kernel(self.trainer.strategy.root_device, str(self.trainer.precision), self._task.network)
+
     def collation(self) -> Callable[[list[Any]], Any]:
         """Fit the row: positions of ``task.data.batch_size`` documents of mean length, and at most twice as many
         documents. Raises ValueError where ranks get no row."""
@@ -188,6 +193,18 @@ def has_kernel(device_index: int, head_width: int) -> bool:
     """Whether torch's variable-length attention runs on this CUDA device, from Ampere on, with heads this wide."""
     capable = torch.version.hip is None and torch.cuda.get_device_capability(device_index) >= (8, 0)
     return capable and head_width % 8 == 0 and head_width <= 256
+
+
+def warn_without_kernel(device: torch.device, precision: str, network: Any) -> None:
+    """Print a warning where a training of ``network`` on a GPU will do without."""
+    width = network.width // network.heads
+    if device.type == "cuda" and not ("16" in precision and has_kernel(device.index, width)):
+        print(
+            "warning: task.data.packing=packed_documents: documents attend as padded rows, slower. torch's "
+            "variable-length attention needs bf16 or fp16, a GPU from Ampere on, and heads of 8, 16, ... or 256 "
+            f"features; here are {precision}, {torch.cuda.get_device_name(device)}, {width}",
+            file=sys.stderr,
+        )
 
 
 def fits_kernel(query_key_value: Tensor, heads: int) -> bool:
@@ -254,24 +271,3 @@ class PackedBert(Bert):
         for block in self.blocks:
             x_1TD = block(x_1TD, offsets_N)
         return self.tail(x_1TD, targets_1T)
-
-
-class PackedModule(MaskedModule):
-    """Trains a BERT on packed rows."""
-
-    inputs: ClassVar[tuple[str, ...]] = ("tokens", "positions", "offsets")
-
-    def on_fit_start(self) -> None:
-        task: Any = self._task
-        device, precision, head_width = (
-            self.device,
-            str(self.trainer.precision),
-            task.network.width // task.network.heads,
-        )
-        if device.type == "cuda" and not ("16" in precision and has_kernel(device.index, head_width)):
-            print(
-                "warning: task.data.packing=packed_documents: documents attend as padded rows, slower. torch's "
-                "variable-length attention needs bf16 or fp16, a GPU from Ampere on, and heads of 8, 16, ... or 256 "
-                f"features; here are {precision}, {torch.cuda.get_device_name(device)}, {head_width}",
-                file=sys.stderr,
-            )

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import lightning
     from torch import Tensor, nn
 
-    from tasks.module import ScoredModule
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,6 +137,7 @@ class TextTask(TrainedTask):
     """Base of the tasks over text."""
 
     monitor: ClassVar[str | None] = "val/loss"
+    accuracy: ClassVar[str] = "val/token_accuracy"
     embeds: ClassVar[bool] = True
     extra: ClassVar[int] = 1
     """Tokens of a row beyond the positions that the network computes."""
@@ -199,11 +199,6 @@ class LanguageModelling(TextTask):
     def build_net(self) -> nn.Module:
         return self.network.build(loss_chunks=self.loss_chunks)
 
-    def module_class(self) -> type[ScoredModule]:
-        from tasks.language.model import LanguageModel
-
-        return LanguageModel
-
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with the loss apart."""
         from tasks.loading import PAD
@@ -244,6 +239,10 @@ class MaskedLM(TextTask):
         """Whether a batch is one row of whole documents."""
         return self.data.packing == "packed_documents"
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ("tokens", "positions", "offsets", "targets") if self.is_packed else ("tokens", "mask", "targets")
+
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.language.data import MaskedDataModule
         from tasks.language.packing import PackedDataModule
@@ -261,12 +260,6 @@ class MaskedLM(TextTask):
         from tasks.language.model import Bert
 
         return Bert(self.network)
-
-    def module_class(self) -> type[ScoredModule]:
-        from tasks.language.model import MaskedModule
-        from tasks.language.packing import PackedModule
-
-        return PackedModule if self.is_packed else MaskedModule
 
     def count(self, batch: Any) -> BatchCounts:
         if not self.is_packed:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tasks.language.data import TextBatch
-from tasks.language.model import LanguageModel
 from tasks.language.sources import Stdlib
 from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
+from tasks.module import ScoredModule
 from tests.trainer.lightning_modules import quiet_trainer
 
 LLAMA = LlamaNetwork(
@@ -35,7 +35,7 @@ class Losses(L.Callback):
         self.values.append(float(outputs["loss"]))
 
 
-def fit(task: LanguageModelling, *callbacks: L.Callback, steps: int) -> tuple[LanguageModel, list[float]]:
+def fit(task: LanguageModelling, *callbacks: L.Callback, steps: int) -> tuple[ScoredModule, list[float]]:
     L.seed_everything(0, verbose=False)
     module, data = task.build_module(max_steps=steps), task.build_data(seed=0)
     losses = Losses()
@@ -43,7 +43,7 @@ def fit(task: LanguageModelling, *callbacks: L.Callback, steps: int) -> tuple[La
         max_steps=steps, max_epochs=-1, callbacks=[losses, *callbacks], num_sanity_val_steps=0, limit_val_batches=2
     )
     trainer.fit(module, datamodule=data)
-    assert isinstance(module, LanguageModel)
+    assert isinstance(module, ScoredModule)
     return module, losses.values
 
 

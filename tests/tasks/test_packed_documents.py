@@ -22,9 +22,9 @@ from tasks.language.packing import (
     CollatePacked,
     PackedBatch,
     PackedBert,
-    PackedModule,
     PackedSampler,
     first_fit,
+    warn_without_kernel,
 )
 from tasks.language.sources import Stdlib
 from tasks.language.task import BertNetwork, LanguageModelling, MaskedLM
@@ -302,9 +302,7 @@ def test_a_gpu_without_the_kernel_is_warned_about(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    task = SimpleNamespace(network=BertNetwork(width=width, heads=2))
-    trained = SimpleNamespace(_task=task, device=torch.device("cuda:0"), trainer=SimpleNamespace(precision=precision))
-    PackedModule.on_fit_start(trained)  # type: ignore[arg-type]
+    warn_without_kernel(torch.device("cuda:0"), precision, BertNetwork(width=width, heads=2))
     assert ("documents attend as padded rows" in capsys.readouterr().err) is not kernel
 
 

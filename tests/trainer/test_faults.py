@@ -24,8 +24,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from strategies import Regional
-from tasks.captioning.model import Captioner
 from tasks.micro.task import Micro
+from tasks.module import ScoredModule
 from tests.conftest import ROOT
 from tests.processes import Pair, RanksFailed, command_on_a_rank
 from tests.strategies import backends
@@ -290,7 +290,7 @@ def of_the_command(fault: str, folder: Path) -> dict[str, Any]:
     }
     hook, act = hooks[fault]
     if os.environ["RANK"] == one:
-        setattr(Captioner, hook, lambda *_, **__: act())
+        setattr(ScoredModule, hook, lambda *_, **__: act())
     record = train(folder / "run", "trainer.devices=2", "trainer.max_steps=5")
     return {"status": record.status, "reason": record.reason, "signal": record.signal}
 

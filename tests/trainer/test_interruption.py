@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch._dynamo import register_backend
 
-from tasks.captioning.model import Captioner
+from tasks.module import ScoredModule
 from tests.conftest import ROOT
 from tests.processes import RanksFailed, command_alone, on_ranks, torchrun
 from tests.trainer.runs import SMALLEST, last_checkpoint, train
@@ -125,11 +125,11 @@ def test_a_compile_is_not_waited_for(tmp_path: Path) -> None:
 def test_an_exit_of_the_task_s_own_code_keeps_its_code_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: Any, said: str
 ) -> None:
-    def on_train_batch_start(module: Captioner, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(module: ScoredModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             sys.exit(code)
 
-    monkeypatch.setattr(Captioner, "on_train_batch_start", on_train_batch_start)
+    monkeypatch.setattr(ScoredModule, "on_train_batch_start", on_train_batch_start)
     with pytest.raises(SystemExit) as ended:
         train(tmp_path)
     assert ended.value.code == code
@@ -156,12 +156,12 @@ def terminated(folder: Path) -> int:
     """Be ``python -m trainer`` with a data worker, and get SIGTERM with it after a checkpoint."""
     sent: list[bool] = []
 
-    def on_train_batch_start(module: Captioner, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(module: ScoredModule, batch: Any, batch_idx: int) -> None:
         if not sent and (folder / "run" / "checkpoints" / "last.ckpt").exists():
             sent.append(True)
             os.killpg(0, signal.SIGTERM)
 
-    Captioner.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
+    ScoredModule.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
     with (folder / "errors").open("w") as file:
         os.dup2(file.fileno(), 2)
     return command_alone([*ENDLESS, f"hydra.run.dir={folder / 'run'}"], folder, folder / "said")
@@ -185,7 +185,7 @@ ALONE = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch
-from tasks.captioning.model import Captioner
+from tasks.module import ScoredModule
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ.get("LOCAL_RANK", 0))
@@ -198,7 +198,7 @@ def on_train_batch_start(module, batch, batch_idx):
     if rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 
-Captioner.on_train_batch_start = on_train_batch_start
+ScoredModule.on_train_batch_start = on_train_batch_start
 record = train(folder / "run", "trainer.devices=2", "trainer.max_steps=4")
 (folder / f"{rank}.json").write_text(json.dumps([record.status, record.signal, record.steps]))
 sys.exit(record.exit_code)

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from strategies import Regional
-from tasks.captioning.model import Captioner
+from tasks.module import ScoredModule
 from tests.trainer.audited import Captured
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import last_checkpoint, train
@@ -25,18 +25,18 @@ from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.xdist_group("two_processes")
 
-training_step = Captioner.training_step
+training_step = ScoredModule.training_step
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, step: int, value: float, *, only: bool = False) -> None:
     """The loss is ``value`` from optimizer step ``step`` on, or in that one alone."""
 
-    def spoilt(module: Captioner, batch: Any, batch_idx: int) -> Tensor:
+    def spoilt(module: ScoredModule, batch: Any, batch_idx: int) -> Tensor:
         loss = training_step(module, batch, batch_idx)
         now = module.global_step + 1
         return loss * value if now == step or (now > step and not only) else loss
 
-    monkeypatch.setattr(Captioner, "training_step", spoilt)
+    monkeypatch.setattr(ScoredModule, "training_step", spoilt)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_weights_that_the_last_update_spoilt_are_not_saved_although_no_loss_has_
     """A step's loss comes before its update: that of step 3 is finite, the weights after it are not."""
     after: list[int] = []
 
-    def on_before_optimizer_step(module: Captioner, optimizer: Any) -> None:
+    def on_before_optimizer_step(module: ScoredModule, optimizer: Any) -> None:
         after.append(1)
         if len(after) == 3:
             next(module.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
 
-    monkeypatch.setattr(Captioner, "on_before_optimizer_step", on_before_optimizer_step)
+    monkeypatch.setattr(ScoredModule, "on_before_optimizer_step", on_before_optimizer_step)
     record = train(tmp_path, "trainer.checkpoint_every_n_steps=1", "trainer.gradient_clip_val=null")
     assert record.status == "failed"
     assert "step 3 (epoch 0, batch_idx 2, " in str(record.reason)
@@ -181,12 +181,12 @@ TWO = """
 import json, os, sys
 from pathlib import Path
 import torch
-from tasks.captioning.model import Captioner
+from tasks.module import ScoredModule
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 torch.set_num_threads(1)
-step = Captioner.training_step
+step = ScoredModule.training_step
 
 def training_step(module, batch, batch_idx):
     loss = step(module, batch, batch_idx)
@@ -194,7 +194,7 @@ def training_step(module, batch, batch_idx):
         loss = loss + (float("nan") - loss).detach()  # its gradients are finite: no other process ever sees it
     return loss
 
-Captioner.training_step = training_step
+ScoredModule.training_step = training_step
 record = train(folder / "run", "trainer.devices=2", "trainer.max_steps=6", "trainer.checkpoint_every_n_steps=1")
 (folder / f"{rank}.json").write_text(json.dumps([record.status, record.reason, record.steps]))
 """

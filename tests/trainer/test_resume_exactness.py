@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.captioning.model import Captioner
+from tasks.module import ScoredModule
 from tests.trainer.runs import curve, last_checkpoint, train
 
 STEPS, STOP_AT = 12, 6
@@ -20,12 +20,12 @@ def send_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
     """Send this process a signal in the middle of an optimizer step, once or more often."""
     sent: list[int] = []
 
-    def on_train_batch_start(module: Captioner, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(module: ScoredModule, batch: Any, batch_idx: int) -> None:
         while module.trainer.global_step == step - 1 and len(sent) < times:
             sent.append(step)
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Captioner, "on_train_batch_start", on_train_batch_start)
+    monkeypatch.setattr(ScoredModule, "on_train_batch_start", on_train_batch_start)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ import json, os, random, signal, sys
 from pathlib import Path
 import numpy
 import torch
-from tasks.captioning.model import Captioner
+from tasks.module import ScoredModule
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
@@ -204,9 +204,9 @@ def on_train_batch_start(module, batch, batch_idx):
         os.kill(os.getpid(), signal.SIGINT)
     seen.append([random.random(), numpy.random.rand()])
 
-Captioner.on_fit_start = lambda module: [draw(rank) for draw in (random.seed, numpy.random.seed, torch.manual_seed)]
-Captioner.on_train_batch_start = on_train_batch_start
-Captioner.on_train_batch_end = lambda module, outputs, batch, batch_idx: seen[-1].append(float(outputs["loss"]))
+ScoredModule.on_fit_start = lambda module: [draw(rank) for draw in (random.seed, numpy.random.seed, torch.manual_seed)]
+ScoredModule.on_train_batch_start = on_train_batch_start
+ScoredModule.on_train_batch_end = lambda module, outputs, batch, batch_idx: seen[-1].append(float(outputs["loss"]))
 facts = {}
 for name, resume in (("whole", ()), ("first", ()), ("second", (f"resume={folder / 'first'}",))):
     stopping = name == "first"

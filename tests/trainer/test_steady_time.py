@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tasks.captioning.model import Captioner
+from tasks.module import ScoredModule
 from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
 from tests.trainer.runs import train
@@ -32,7 +32,7 @@ def test_validation_and_checkpoints_are_not_in_any_step(
         save(*arguments, **named)
         clock.sleep(SECONDS)
 
-    monkeypatch.setattr(Captioner, "on_validation_epoch_start", lambda module: clock.sleep(SECONDS))
+    monkeypatch.setattr(ScoredModule, "on_validation_epoch_start", lambda module: clock.sleep(SECONDS))
     monkeypatch.setattr(L.Trainer, "save_checkpoint", slow_save)
     record = train(tmp_path, "trainer.max_steps=8", "trainer.val_every_n_steps=3", "trainer.checkpoint_every_n_steps=4")
     assert record.status == "finished"
@@ -118,10 +118,10 @@ def synchronisations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, 
     for name in ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, watched(name))
 
-    def on_train_batch_start(module: Captioner, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(module: ScoredModule, batch: Any, batch_idx: int) -> None:
         progress["step"] = module.trainer.global_step
 
-    monkeypatch.setattr(Captioner, "on_train_batch_start", on_train_batch_start)
+    monkeypatch.setattr(ScoredModule, "on_train_batch_start", on_train_batch_start)
     return found
 
 
