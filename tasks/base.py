@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     import lightning
@@ -312,35 +312,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crucible"
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write beside ``path`` and rename, so that processes that start together never read half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            write(file)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def load_or_make(
-    name: str,
-    *,
-    load: Callable[[Path], Made],
-    make: Callable[[], Made],
-    write: Callable[[IO[bytes], Made], object],
+    name: str, *, load: Callable[[Path], Made], make: Callable[[], Made], save: Callable[[Path, Made], object]
 ) -> Made:
     """Load the file ``name`` of the user's cache; else make its content, and keep it there.
 
     A file that does not load (an older library's format, a full disk) is made again. Where the cache cannot be written,
-    the content lives in memory only.
+    the content lives in memory only. Written beside and renamed: processes that start together never read half a file.
     """
     path = cache_folder() / name
     with suppress(Exception):
         if path.is_file():
             return load(path)
     made = make()
+    beside = path.with_name(f"{secrets.token_hex(4)}-{name}")
     with suppress(OSError):
-        write_atomically(path, lambda file: write(file, made))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save(beside, made)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
     return made

@@ -193,7 +193,7 @@ def load_tokenizer(texts: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
         f"tokenizer-{vocabulary_size}-{digest.hexdigest()}.json",
         load=lambda path: Tokenizer.from_file(str(path)),
         make=lambda: train_tokenizer(texts, vocabulary_size=vocabulary_size),
-        write=lambda file, tokenizer: file.write(tokenizer.to_str().encode()),
+        save=lambda path, tokenizer: tokenizer.save(str(path), pretty=False),
     )
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.doctor import ERROR, OK, WARNING, place, places, variables
-from scripts.doctor.__main__ import cpp
+from scripts.doctor.probe import cpp
 
 
 def script(file: Path, text: str) -> None:

@@ -16,12 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    Subset,
-)
+from torch.utils.data import DataLoader, Dataset
 
 from strategies import Program, Ragged
 from strategies.buckets.batches import BucketBatchSampler, batch_sizes
@@ -228,16 +223,10 @@ class LoaderPadder:
 
 
 def known_lengths(dataset: Any) -> NDArray[np.int64] | None:
-    """The attribute ``lengths`` of ``dataset`` or, for subsets and concatenations, of what they are made of.
+    """The attribute ``lengths`` of ``dataset``, if it has one.
 
     Raises ValueError when it does not have one length an example.
     """
-    if isinstance(dataset, Subset):
-        within = known_lengths(dataset.dataset)
-        return None if within is None else within[np.asarray(dataset.indices, dtype=np.int64)]
-    if isinstance(dataset, ConcatDataset):
-        parts = [known_lengths(part) for part in dataset.datasets]
-        return None if any(part is None for part in parts) else np.concatenate([p for p in parts if p is not None])
     lengths = getattr(dataset, "lengths", None)
     if lengths is None:
         return None

@@ -25,7 +25,6 @@ from strategies import Modular, Stage, Strategy
 from strategies.base import holds
 from strategies.compose import label
 from strategies.options import ModuleRequest
-from trainer.config import compose
 from trainer.process import StopRequest, importing, leaving
 
 EXAMPLES = """\
@@ -83,8 +82,6 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
         console.print(f"[dim]note: {escape(note)}[/]")
     if report.rest_outcome is not None:
         suggested = modular_overrides(overrides, given, requests, report.rest)
-        if options.config_dir is None:  # whose plugin.py need not bear to be run twice
-            compose(suggested)  # what is suggested is a command that is understood
         folder = [] if options.config_dir is None else ["--config-dir", options.config_dir]
         what, module = ("continue with", "trainer") if report.rest_is_clean else ("search on with", "scripts.bisect")
         console.print(f"[bold]{what}[/]: {escape(shlex.join(['python', '-m', module, *folder, *suggested]))}")

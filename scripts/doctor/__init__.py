@@ -24,6 +24,8 @@ from tasks.base import free_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 INDENT = " " * 25
+COMPILES = "c++ compiler"
+"""The finding after which a tiny function is compiled."""
 PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "rich")
 GIB = 1 << 30
 LITTLE_DISK_GIB, NO_DISK_GIB = 2.0, 0.1

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.doctor import GIB, Finding, error, ok, warning
-from strategies.options import cudnn_attention_fails, triton_lacks
+from scripts.doctor import COMPILES, ERROR, GIB, Finding, error, ok, warning
+from strategies.options import cpp_compiler, cudnn_attention_fails, missing_toolchain, triton_lacks
 
 if TYPE_CHECKING:
     import torch
@@ -101,13 +101,34 @@ def device(
     return ok(name, f"{message}, Triton {triton}")
 
 
+def cpp(*, needed: bool) -> Finding:
+    """Whether there is a compiler. On a machine whose kernels Triton writes it is not ``needed``."""
+    if missing := missing_toolchain():
+        message, _, fix = missing.rpartition(": ")
+        return (error if needed else warning)(COMPILES, message, fix)
+    return ok(COMPILES, cpp_compiler())
+
+
+def findings(*, compiles: bool) -> Iterator[Finding]:
+    """Devices, what compiles for them and, where no error came before, a tiny function."""
+    found = []
+    for finding in devices():
+        found.append(finding)
+        yield finding
+    found.append(cpp(needed=not any(one.name.startswith("device") for one in found)))
+    yield found[-1]
+    if compiles and any(one.status == ERROR for one in found):
+        yield warning("compile", "not tried", "fix the errors above first")
+    elif compiles:
+        yield tiny()
+
+
 def tiny() -> Finding:
     """Compile a function for the device that a run would take, and compare it and its gradient with eager."""
-    began = time.perf_counter()
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    imported = time.perf_counter()
+    began = time.perf_counter()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return (torch.nn.functional.gelu(x) * x.sin()).sum()
@@ -118,19 +139,21 @@ def tiny() -> Finding:
         run(x).backward()
         assert x.grad is not None
         gradients.append(x.grad)
-    difference, took = float((gradients[0] - gradients[1]).abs().max()), time.perf_counter() - imported
+    if not any(file.is_file() for file in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*")):
+        return error("compile", "nothing was compiled: the compiler is switched off", "see the environment above")
+    difference, took = float((gradients[0] - gradients[1]).abs().max()), time.perf_counter() - began
     if not difference <= TOLERANCE:
         return error(
             "compile",
             f"a tiny function compiles on {device}, but differs from eager by {difference:.1e}",
             "another torch, driver or compiler: run the trainer with parity=strict before you trust it",
         )
-    message = f"a tiny function, forward and backward, on {device} in {took:.1f} s (import {imported - began:.1f} s)"
+    message = f"a tiny function, forward and backward, on {device} in {took:.1f} s"
     if took > SLOW_SECONDS:
         return warning("compile", message, "slow: a busy machine, or caches on a network disk?")
     return ok("compile", message)
 
 
 if __name__ == "__main__":
-    for finding in [tiny()] if sys.argv[1:] == ["compile"] else devices():
+    for finding in findings(compiles=sys.argv[1:] == ["compile"]):
         print(json.dumps(dataclasses.asdict(finding)), flush=True)  # at once: what comes next may end the process

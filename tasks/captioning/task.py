@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-
 @dataclass(kw_only=True, slots=True)
 class Examples:
     """One split: caption ``i`` belongs to the image that ``image(i)`` returns."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from torchvision.models import ResNet, VisionTransformer
 
 from tasks.base import suggest
@@ -229,8 +230,7 @@ class ImageBatch(NamedTuple):
 
 
 def collate(items: Sequence[tuple[Tensor, int]]) -> ImageBatch:
-    images, labels = zip(*items, strict=True)
-    return ImageBatch(torch.stack(images), torch.tensor(labels, dtype=torch.long))
+    return ImageBatch(*default_collate(items))
 
 
 class LabelledDataModule(ResumableDataModule):

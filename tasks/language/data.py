@@ -140,7 +140,7 @@ def load_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.intege
         f"tokens-{digest.hexdigest()}.npy",
         load=lambda path: np.load(path, mmap_mode="r"),
         make=lambda: encode(texts, tokenizer),
-        write=lambda file, ids: np.save(file, ids),
+        save=np.save,
     )
 
 

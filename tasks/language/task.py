@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-
 @dataclass(kw_only=True, slots=True)
 class Dimensions:
     """What the networks defined here have in common."""

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from strategies import Buckets, Dynamic, Strategy
 from tests.trainer.ragged_modules import RAGGED, TextData, TextModel, Texts, TextsWithLengths, collate, fit
@@ -136,14 +136,8 @@ def test_worker_processes_pad_too() -> None:
     assert compile_.record.report["buckets"]["unexpected_training_batches"] == 0
 
 
-def test_lengths_of_subsets_and_concatenations_are_known() -> None:
+def test_lengths_that_a_data_set_has_are_one_for_each_example() -> None:
     texts = TextsWithLengths(10)
-    lengths = known_lengths(Subset(texts, [3, 1]))
-    assert lengths is not None
-    assert lengths.tolist() == [texts.lengths[3], texts.lengths[1]]
-    both = known_lengths(torch.utils.data.ConcatDataset([texts, Subset(texts, [3])]))
-    assert both is not None
-    assert both.tolist() == [*texts.lengths, texts.lengths[3]]
     assert known_lengths(Texts(3)) is None
     texts.lengths.append(1)
     with pytest.raises(ValueError, match=r"TextsWithLengths\.lengths must hold one length for each of 10 examples"):
