@@ -230,7 +230,7 @@ class ImageBatch(NamedTuple):
 
 
 def collate(items: Sequence[tuple[Tensor, int]]) -> ImageBatch:
-    return ImageBatch(*default_collate(items))
+    return ImageBatch(*default_collate(list(items)))
 
 
 class LabelledDataModule(ResumableDataModule):
