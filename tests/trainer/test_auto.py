@@ -261,7 +261,7 @@ def test_a_second_run_begins_with_what_was_best(
     assert second.record.report["auto"]["remembered"]
     table = second.record.report["auto"]["table"]
     assert (table["regional"]["switched_at_step"], table["whole"]["switched_at_step"]) == (0, None)
-    assert (table["regional"]["steps_timed"], table["eager"]["remembered"]) == (2, True)
+    assert table["regional"]["steps_timed"] == 2
     assert second.record.report["auto"]["chosen"] == "regional"
     assert second.record.regions_compiled == second.record.regions == 3
     assert losses == pytest.approx(fit(Blocks(), tmp_path, [], **TRIED), rel=1e-4)

@@ -215,7 +215,7 @@ def test_what_an_earlier_run_measured_takes_the_place_of_bounds() -> None:
     known = arms(capture=False)
     for name, seconds, setup in (("eager", 1.0, 0.0), ("regional", 0.5, 10.0), ("whole", 0.49, 30.0)):
         arm = known.arms[name, False]
-        arm.step_seconds, arm.setup_seconds, arm.remembered = seconds, setup, True
+        arm.step_seconds, arm.setup_seconds = seconds, setup
     eager = known.arms[EAGER, False]
     assert known.best_known(eager, 10) is eager
     assert known.best_known(eager, 1_000).name == "regional"
@@ -245,9 +245,9 @@ def test_what_was_measured_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     known = arms()
     assert recall(tmp_path / "a.json", known)
     regional, whole = known.arms["regional", False], known.arms["whole", False]
-    assert (regional.step_seconds, regional.remembered, regional.cached) == (0.5, True, False)
+    assert (regional.step_seconds, regional.cached) == (0.5, False)
     assert (whole.failed, whole.cached) == ("not compiled", False)
-    assert not known.arms["whole", True].remembered, "a killed helper says nothing of it"
+    assert known.arms["whole", True].step_seconds is None, "a killed helper says nothing of it"
     assert recall(tmp_path / "b.json", arms()) is None
 
 

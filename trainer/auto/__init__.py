@@ -78,8 +78,6 @@ class Arm:
     stepped_back_at_step: int | None = None
     before: Arm | None = None
     """What trained until then."""
-    remembered: bool = False
-    """Whether what is known is an earlier run's."""
     cached: bool = False
     """Whether an earlier run compiled it, into caches that are there."""
     failed: str | None = None
@@ -112,7 +110,7 @@ class Arm:
             gained = each * (until - self.switched_at_step) - self.setup_seconds
         own = (
             *("switched_at_step", "stepped_back_at_step", "helper_seconds", "setup_seconds", "step_seconds"),
-            *("steps_timed", "never_waited_steps", "remembered"),
+            *("steps_timed", "never_waited_steps"),
         )
         return {
             **{name: getattr(self, name) for name in own},

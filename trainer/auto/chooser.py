@@ -212,7 +212,7 @@ class Chooser:
         self._guards[arm.name] = self._switch(strategies, self._guards.get(arm.name), compared)
 
     def _fail(self, arm: Arm, reason: str) -> None:
-        arm.failed, arm.remembered = reason, False
+        arm.failed = reason
         self._guards.pop(arm.name, None)
         self._leave(arm)
 
@@ -287,7 +287,7 @@ class Chooser:
         if found is None:
             return False
         arm.step_seconds, arm.by_shape = found
-        arm.seconds, arm.steps_timed, arm.remembered = seconds, len(seconds), False
+        arm.seconds, arm.steps_timed = seconds, len(seconds)
         never_waited = sum(ahead for *_, ahead in steady)
         if self._loop.everywhere(never_waited >= max(AHEAD_STEPS, AHEAD_SHARE * len(steady))):
             arm.never_waited_steps = never_waited

@@ -37,7 +37,7 @@ def recall(file: Path, knowledge: Knowledge) -> str | None:
             if (values := kept["arms"].get(arm.name)) is None:
                 continue
             arm.step_seconds, setup = values["step_seconds"], values["setup_seconds"]
-            arm.failed, arm.remembered, arm.cached = arm.failed or values["failed"], True, warm and bool(setup)
+            arm.failed, arm.cached = arm.failed or values["failed"], warm and bool(setup)
             if setup is not None and arm.module != EAGER:  # that run may have compiled what is there now, or found it
                 loads, compiles = SETUP_SECONDS[TAKING_OVER.format(arm.module)], SETUP_SECONDS[arm.module]
                 setup = min(setup, loads) if warm else max(setup, compiles)

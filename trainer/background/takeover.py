@@ -253,8 +253,7 @@ class Takeover:
             switch_on(self._program, inner)
         guard_calls(self._program, self._failed)
         self._switched[region.path] = step
-        compared = "" if trial.share is None else f", its trial was {trial.share:.1%} of the tolerance from eager"
-        line = f"{region.path} runs compiled from step {step} on{compared}"
+        line = f"{region.path} runs compiled from step {step} on"
         self._telemetry.compiler.events.append(Event(kind="switch", reason=line, step=step))
 
     def _failed(self, region: Region, error: Exception) -> None:
