@@ -168,9 +168,9 @@ class Candidates:
         if self.compiling is None:
             return False
         helper = self._helper(self.compiling)
-        helper.ready()
+        imported = helper.imported()  # begins with the first region, while the helper compiles the others
         failed = helper.done and not helper.complete
-        through = not failed and helper.done and helper.imported()
+        through = not failed and helper.done and imported
         if through and (may_try or self.trying):
             self._judge(self.compiling)
         waits = not failed and not (self.trying and self._trial is None and not self._untried)
