@@ -189,7 +189,7 @@ def _blocks(program: Program, paths: Iterable[str], name: str) -> list[str]:
     for path in paths:
         containers = [block for block in program.blocks if holds(path, block)]
         if not containers:
-            containers = [f"{path}.{found.path}".rstrip(".") for found in find_containers(module.get_submodule(path))]
+            containers = [f"{path}.{found}".rstrip(".") for found in find_containers(module.get_submodule(path))]
             if not containers:
                 raise ValueError(
                     f"{KEY}.{name}: {path} holds no repeated blocks to compile regionally; set {KEY}.{name}.how=whole"

@@ -8,7 +8,6 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -199,27 +198,15 @@ def _forward_is_torchs_own(module: nn.Module) -> bool:
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
-    """A container of repeated blocks: its path, their class name and how many they are."""
-
-    path: str
-    kind: str
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.path} ({self.count} x {self.kind})"
-
-
-def find_containers(module: nn.Module) -> list[Container]:
-    """Outermost ModuleLists and Sequentials with two or more children of one class that has children of its own.
+def find_containers(module: nn.Module) -> list[str]:
+    """Paths of the outermost ModuleLists and Sequentials with two or more children of one class that holds others.
 
     A list of bare layers (Linear, Conv2d) is not a list of blocks: compiling a single layer gains nothing. Lists of
     lists count by the blocks in them, one class of which has to repeat; dicts by blocks that hold no others.
     """
-    found: list[Container] = []
+    found: list[str] = []
     for path, candidate in module.named_modules():
-        if not isinstance(candidate, CONTAINERS) or any(not each.path or holds(each.path, path) for each in found):
+        if not isinstance(candidate, CONTAINERS) or any(not each or holds(each, path) for each in found):
             continue
         children = list(candidate.children())
         nested = bool(children) and all(map(never_called, children))
@@ -232,7 +219,7 @@ def find_containers(module: nn.Module) -> list[Container]:
         ):
             continue
         if max(kinds.values(), default=0) >= 2:
-            found.append(Container(path, " and ".join(kind.__name__ for kind in kinds), kinds.total()))
+            found.append(path)
     return found
 
 
@@ -292,7 +279,7 @@ def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> Non
     names = [name for name, _ in module.named_modules()]
     for path in paths:
         if path not in names:
-            candidates = [str(container) for container in find_containers(module)]
+            candidates = find_containers(module)
             raise ValueError(
                 f"{key}: {path!r} matches no submodule{near(path, names)}"
                 + (f"; repeated blocks found: {', '.join(candidates)}" if candidates else "")
@@ -304,7 +291,7 @@ def containers_for(program: Program, name: str, blocks: Sequence[str] | None) ->
     note. Raises ValueError as ``require_submodules`` does."""
     containers = list(program.blocks if blocks is None else blocks)
     if not containers and blocks is None:
-        containers = [found.path for found in find_containers(program.module)]
+        containers = find_containers(program.module)
         if containers:
             program.notes.append(f"{name}: found repeated blocks in {', '.join(containers)}")
     require_submodules(program.module, f"compile.{name}.blocks", containers)

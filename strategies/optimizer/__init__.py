@@ -209,7 +209,7 @@ def places_of(program: Program) -> dict[Tensor, str]:
     """The repeated block that each parameter lies in, for those that lie in one."""
     from strategies.regions import expand_blocks, find_containers
 
-    containers = list(program.blocks) or [found.path for found in find_containers(program.module)]
+    containers = list(program.blocks) or find_containers(program.module)
     return {
         parameter: path
         for path in expand_blocks(program.module, containers)

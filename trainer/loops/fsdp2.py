@@ -289,7 +289,7 @@ def shard_units(module: nn.Module, program: Program | None) -> list[str]:
     paths = [region.path for region in outermost(program)] if program is not None else []
     if not paths:
         containers = [] if program is None else list(program.blocks)
-        paths = expand_blocks(module, containers or [found.path for found in find_containers(module)])
+        paths = expand_blocks(module, containers or find_containers(module))
     unit_of: dict[nn.Module, str] = {}
     for path in paths:
         if path:

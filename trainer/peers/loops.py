@@ -52,7 +52,7 @@ class Work:
         return self.config.trainer.strategy == "fsdp2"
 
     def blocks(self) -> list[str]:
-        containers = self.config.task.declare().blocks or [one.path for one in find_containers(self.module)]
+        containers = self.config.task.declare().blocks or find_containers(self.module)
         return expand_blocks(self.module, containers)
 
     def loader(self) -> Any:
