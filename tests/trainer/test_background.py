@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from strategies import Background, Buckets, Checkpointing, Dynamic, Modular, Optimizer, Regional, Whole
-from strategies.base import Program, Region, Stage, Strategy
+from strategies.base import Program, Stage, Strategy
 from strategies.regions import compile_in_place, recompute, recomputes
 from tests.processes import Pair
 from tests.trainer.guarded import as_it_is, backend
@@ -50,13 +50,14 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Any:
     return functools.partial(put_helper, monkeypatch)
 
 
-def put_helper(monkeypatch: pytest.MonkeyPatch, script: str) -> list[subprocess.Popen[bytes]]:
+def put_helper(monkeypatch: pytest.MonkeyPatch, script: str | None) -> list[subprocess.Popen[bytes]]:
+    """Start ``script`` where the helper would start, or the helper itself; returns what will have been started."""
     popen, started = subprocess.Popen, []
 
     def start(command: list[str], **options: Any) -> Any:
         if "trainer.background.helper" not in command:
             return popen(command, **options)
-        started.append(popen([sys.executable, "-c", script], **options))
+        started.append(popen(command if script is None else [sys.executable, "-c", script], **options))
         return started[-1]
 
     monkeypatch.setattr(engine.subprocess, "Popen", start)
@@ -411,20 +412,12 @@ def test_a_region_within_a_checkpoint_of_the_users_is_taken_over(tmp_path: Path,
     assert facts(callback)["switched_at_step"] == {"layers.0": 3, "layers.1": 4, "layers.2": 5}
 
 
-def test_the_helper_ends_with_the_training(tmp_path: Path) -> None:
-    program = Program(module=nn.Linear(2, 2))
-    program.regions.append(Region(path="", module=program.module, kind="Linear"))
-    helper = engine.Background(Background(force=True), program)
-    helper.start()
-    process = helper._process
-    assert process is not None
-    helper.close()
-    assert process.wait(60) is not None
-
-
 @pytest.mark.slow
-def test_the_training_finds_what_the_helper_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_finds_what_the_helper_compiled_which_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: Any
+) -> None:
     """With Inductor and a helper of its own: every graph of the training comes from the cache."""
+    started = helper(None)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -434,6 +427,7 @@ def test_the_training_finds_what_the_helper_compiled(tmp_path: Path, monkeypatch
     assert callback.record.cache_misses == 0
     assert callback.record.cache_hits
     assert callback.record.cache is None, "it began with empty caches: no warm start"
+    assert started[0].wait(60) is not None
 
 
 @pytest.mark.parametrize("precision", ["none", "ieee", "tf32"])
