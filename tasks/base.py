@@ -94,10 +94,6 @@ class Task:
         """
         return None
 
-    def skipped_items(self, data: lightning.LightningDataModule) -> dict[str, int]:
-        """Items of the user's data left out so far, by reason; empty when nothing was skipped."""
-        return getattr(data, "skipped", {})
-
 
 @dataclass(kw_only=True, slots=True)
 class TrainedTask(Task):

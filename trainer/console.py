@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -32,8 +32,6 @@ ERROR_LOG = "error.log"
 REFRESH_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
 """Between two lines where nothing live can be drawn (a file, a CI log)."""
-WIDE = 90
-"""Characters of a terminal from which on the live line has a bar and the time so far."""
 SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "auditing", "profiling", "finishing"})
 """Phases that the progress bar of a script's own framework shows."""
 
@@ -81,14 +79,10 @@ class ProgressView:
         if self._style == "plain":
             self._plain()
             return
-        wide = self._console.width >= WIDE  # else each column would be cut
         columns = (
             TextColumn("[bold]{task.description}"),
-            *(
-                (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-                if wide
-                else (MofNCompleteColumn(),)
-            ),
+            BarColumn(bar_width=8),
+            MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
         )

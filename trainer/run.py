@@ -330,7 +330,7 @@ class Training(Job):
                     ) from error
                 raise
             finally:
-                record.skipped_items = config.task.skipped_items(data)
+                record.skipped_items = getattr(data, "skipped", {})
 
     def _checkpoint(self) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
         """Where the run resumes from, and what that holds."""

@@ -95,7 +95,7 @@ def test_captions_that_cannot_be_used_are_left_out_and_counted(
     data = task.build_data(seed=0)
     data.setup("fit")
     assert sum(1 for loader in (data.train_dataloader(), data.val_dataloader()) for _ in loader) == 6
-    assert task.skipped_items(data) == {"empty caption": 1, "caption too long": 1}
+    assert data.skipped == {"empty caption": 1, "caption too long": 1}
 
 
 def coco_with(tmp_path: Path, content: str) -> Coco:

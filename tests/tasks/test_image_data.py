@@ -71,7 +71,7 @@ def test_batches_are_bytes_and_classes(workers: int) -> None:
         assert task.count(batch).samples == 4
         assert task.count(batch).tokens is None
     assert [len(batch.targets) for batch in data.val_dataloader()] == [4, 2]
-    assert task.skipped_items(data) == {}
+    assert data.skipped == {}
 
 
 def fill(write_image: Write, split: str, classes: dict[str, int], **more: object) -> None:

@@ -91,7 +91,7 @@ def test_batches_are_padded_to_the_longest_or_to_the_asked_length(size: Captione
     data = static.build_data(seed=0)
     data.setup("fit")
     assert {batch.tokens.shape for batch in data.train_dataloader()} == {(4, 31)}
-    skipped = static.skipped_items(data)
+    skipped = data.skipped
     assert set(skipped) == {"caption too long"}
     assert 0 < skipped["caption too long"] < 35
 

@@ -95,7 +95,7 @@ class Peering(Job):
             note_machine(record, loop)
             if mode.peer.startswith("transformers"):
                 note_network(record, loop.module, own)
-        record.skipped_items = config.task.skipped_items(data)
+        record.skipped_items = getattr(data, "skipped", {})
         if not mode.peer.endswith("_eager"):
             _note_compiler(record, telemetry.compiler)
 
