@@ -102,7 +102,6 @@ class TrainedTask(Task):
     embeds: ClassVar[bool] = False
     """Whether inputs are tokens that are looked up: every product then has two operands that need a gradient, and
     backward costs twice forward."""
-
     accuracy: ClassVar[str] = "val/accuracy"
     """Key of the share of targets that were predicted right."""
 

@@ -157,11 +157,11 @@ def start(build: Callable[[], nn.Module], initialise: str) -> nn.Module:
         return build()
     try:
         net = on_meta(build)
-    except ValueError:
-        raise
     except Exception as error:  # constructors that compute with their tensors fail in ways of their own
         if initialise == "auto":
-            return build()
+            return build()  # raises again what has nothing to do with memory
+        if isinstance(error, ValueError):
+            raise
         reason = " ".join(str(error).split())
         raise ValueError(f"task.initialise=device: this network cannot be built without memory ({reason})") from error
     return net if initialise == "device" or torch.cuda.is_available() or is_large(net) else build()

@@ -196,7 +196,7 @@ def has_kernel(device_index: int, head_width: int) -> bool:
 
 
 def warn_without_kernel(device: torch.device, precision: str, network: Any) -> None:
-    """Print a warning where a training of ``network`` on a GPU will do without."""
+    """Print a warning where a training of ``network`` on a GPU does without that kernel."""
     width = network.width // network.heads
     if device.type == "cuda" and not ("16" in precision and has_kernel(device.index, width)):
         print(
