@@ -29,6 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def on_ranks(
     """
     shared = {**os.environ, **torchrun(ranks), **(environment or {})}
     group, connections = [], []
+    with contextlib.chdir(Path(__file__).parents[1]):  # from where the server imports what is preloaded
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(ranks):
