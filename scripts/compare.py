@@ -43,7 +43,8 @@ WIDTH = 100
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if any(OVERRIDE.match(word) and not Path(word).exists() for word in given):
+    asks = {"-h", "--help"} & set(given)
+    if not asks and any(OVERRIDE.match(word) and not Path(word).exists() for word in given):
         return train(given)
     options = parse(given)
     return exit_code(lambda _: compared(options))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo import external_utils, trace_rules
 from torch.nn.parameter import is_lazy
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from strategies.base import CannotCapture, Program, Region, holds
@@ -47,6 +48,10 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
     program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
     # Else a hook that is added within a region once it is compiled is left out without a word.
     program.settings.setdefault("skip_nnmodule_hook_guards", False)
+    # Else weights that are frozen when they are compiled get no gradient once they are not. Seen in torch 2.11, not in
+    # 2.15: https://github.com/pytorch/pytorch/pull/177158.
+    if TorchVersion(torch.__version__) < "2.15":
+        program.settings.setdefault("skip_tensor_guards_with_matching_dict_tags", False)
     if strict:  # else torch runs code beyond the limit eager where graph breaks are allowed, and raises elsewhere
         program.settings["fail_on_recompile_limit_hit"] = True
     return region

@@ -302,6 +302,12 @@ def test_compare_with_overrides_trains_the_arms_in_a_sweep(
     assert sys.argv[1:] == ["-m", *arms]
 
 
+def test_help_of_compare_comes_before_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["compare", "task=captioning", "--help"])
+    assert "usage: crucible compare" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", command.COMMANDS)
 def test_help_of_every_command_takes_under_a_second_and_no_torch(name: str, tmp_path: Path) -> None:

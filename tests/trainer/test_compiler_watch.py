@@ -88,6 +88,17 @@ def test_what_runs_out_of_recompiles_is_a_fallback(watch: CompilerMonitor) -> No
     assert HERE in fallbacks[0].location
 
 
+def test_of_a_very_long_reason_the_record_has_the_beginning(watch: CompilerMonitor) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        raise RuntimeError("C++ compile error" + " warning" * 20_000)
+
+    with pytest.raises(RuntimeError):
+        torch.compile(doubles, backend=backend)(torch.ones(3))
+    (event,) = [event for event in watch.collect() if event.kind == "fallback"]
+    assert "C++ compile error" in event.reason
+    assert len(event.reason) <= 10_000
+
+
 def test_compilations_and_their_seconds_are_counted(watch: CompilerMonitor) -> None:
     assert watch.figures().compile_seconds is None, "nothing was compiled yet"
     compiled = torch.compile(doubles, backend="aot_eager")

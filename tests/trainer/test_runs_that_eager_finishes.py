@@ -51,6 +51,25 @@ class WithNet(Blocks):
         return nn.functional.mse_loss(self.head(self.net(self.stem(batch[0]))), batch[1])
 
 
+class Unfreezes(WithNet):
+    """Trains two blocks from its third step on."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(Block(), Block()))
+        self.net.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.requires_grad_(self.global_step >= 2)
+
+
+def test_weights_that_were_frozen_when_they_were_compiled_train_once_they_are_not(tmp_path: Path) -> None:
+    eager, module = fit(Unfreezes(), tmp_path, []), Unfreezes()
+    assert fit(module, tmp_path, [Compile([Whole(backend="aot_eager")], whole=["net"])]) == pytest.approx(
+        eager, rel=FLOOR
+    )
+    assert all(weight.grad is not None for weight in module.net.parameters())
+
+
 def test_a_break_in_a_regions_own_loop_is_no_region_that_compiled_nothing(tmp_path: Path) -> None:
     eager = fit(WithNet(ReadsInLoop()), tmp_path, [])
     for _ in range(2):  # a second training of the process compiles nothing anew

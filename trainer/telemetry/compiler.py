@@ -31,6 +31,8 @@ MAX_LINES = 20
 MAX_REASON = 160
 MAX_CODE = 80
 KINDS = {"graph_break": "graph break", "recompile": "compiled again", "fallback": "not compiled"}
+MAX_KEPT = 10_000
+"""Characters of a reason in the record; what a C++ compiler says of one kernel may have 100,000."""
 METRICS_KEPT = 100_000
 """Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""
 
@@ -176,7 +178,7 @@ class CompilerMonitor:
         return []
 
     def _event(self, kind: str, reason: str, location: str | None) -> Event:
-        return Event(kind=kind, reason=reason.strip(), location=location, step=self.step, phase=self.phase)
+        return Event(kind=kind, reason=reason.strip()[:MAX_KEPT], location=location, step=self.step, phase=self.phase)
 
     def _on_start(self, arguments: Any) -> None:
         self.compilations += 1
