@@ -130,6 +130,8 @@ def test_losses_are_medians_over_seeds_and_below_less_eagers_of_the_same_seed() 
     assert any("3 seeds" in text for text in texts(figure))
     bands = [band.get_paths()[0].get_extents() for band in figure.axes[1].collections]
     assert [(band.y0, band.y1) for band in bands] == [pytest.approx((-0.2, 0.2)), pytest.approx((-0.2, 0.6))]
+    points = [compared(record("eager", losses=[[10, 1.0]]))]
+    assert DRAW["losses"](points[0], arm_colours(points)) is None, "a point is no line"
 
 
 # ---- colours ----------------------------------------------------------------------------------------------------

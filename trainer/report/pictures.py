@@ -118,10 +118,10 @@ def progress(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
 def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     """The training loss of each arm over optimizer steps, the median over its runs in the range of all of them; below,
     each run less the baseline's of its seed, over the baseline's runs less their median: what a seed changes. None
-    where no run keeps its losses."""
+    where no run has two losses to join by a line."""
     runs: dict[str, list[tuple[int | None, dict[int, float]]]] = {}
     for row in comparison.rows:
-        for record in (run.record for run in row.cell.finished if run.record.losses):
+        for record in (run.record for run in row.cell.finished if len(run.record.losses) > 1):
             runs.setdefault(row.cell.arm, []).append((record.seed, {int(step): loss for step, loss in record.losses}))
     arms = list(runs)[:MAX_ARMS]
     if not arms:
