@@ -89,7 +89,7 @@ def test_a_tiny_function_is_compiled_for_real_and_leaves_nothing(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     *_, compiler, finding = with_torch("compile")
     assert (compiler.name, compiler.status, finding.name) == ("c++ compiler", OK, "compile")
-    assert finding.message.startswith("a tiny function, forward and backward, on cpu in "), "slow is a warning"
+    assert finding.message.startswith("a tiny function, forward and backward, on cpu in ")
     assert list(tmp_path.iterdir()) == []
 
 
