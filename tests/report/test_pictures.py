@@ -96,6 +96,12 @@ def test_nothing_is_cut_off_even_of_long_names(picture: Picture) -> None:
     assert box.y1 < height + 0.02
 
 
+def test_bars_are_rates_and_ratios_of_single_runs_bear_a_mark() -> None:
+    figure = drawn("throughput", record("eager", warmup_seconds=1.0), record("whole", step_seconds=0.05))
+    assert "640 · ~2.00x" in texts(figure)
+    assert [patch.get_width() for patch in figure.axes[0].patches] == pytest.approx([320, 640])  # type: ignore[attr-defined]
+
+
 def test_a_dollar_is_no_formula(tmp_path: Path) -> None:
     figure = drawn("crossing", record("eager", warmup_seconds=1.0), record("mine$x_1$", warmup_seconds=2.0))
     assert "mine$x_1$" in texts(figure)

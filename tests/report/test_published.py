@@ -106,14 +106,14 @@ def test_curves_are_kept_with_few_digits(tmp_path: Path) -> None:
 
 def test_pictures_of_pages_are_drawn_from_their_records_and_others_are_left_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    docs, curve = tmp_path / "docs", [[1, 2.0], [2, 1.0]]
-    records, target = docs / "results" / "records", docs / "pictures" / "row-losses.png"
-    publish([on_disk(tmp_path / "runs", sweep(losses=curve))], records / "row.jsonl")
-    (tmp_path / "README.md").write_text("![](docs/pictures/row-losses.png) ![](docs/pictures/old-crossing.png)")
+    docs = tmp_path / "docs"
+    records, target = docs / "results" / "records", docs / "pictures" / "row-throughput.png"
+    publish([on_disk(tmp_path / "runs", sweep())], records / "row.jsonl")
+    (tmp_path / "README.md").write_text("![](docs/pictures/row-throughput.png) ![](docs/pictures/old-crossing.png)")
     assert refresh(records) == [target]
     assert list(target.parent.iterdir()) == [target]
     assert refresh(records) == [], "a picture is drawn once"
-    publish([on_disk(tmp_path / "more", sweep(seed=1, losses=curve))], records / "row.jsonl")
+    publish([on_disk(tmp_path / "more", sweep(seed=1))], records / "row.jsonl")
     assert [stale for stale, *_ in published.stale_pictures(records)] == [target], "its records are others now"
 
 

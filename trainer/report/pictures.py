@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.report.comparison import WorkloadComparison
+from trainer.report.tables import interval, marked, number
 from trainer.telemetry.files import cut
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ MAX_ARMS = 10
 """Arms whose lines are drawn; of more than these, the slowest are left to the table."""
 MIN_STEPS, MAX_STEPS = 10, 1_000_000
 POINTS = 121
-LEGEND = 44
-"""Characters of an arm's name in the legend."""
+MAX_NAME, LEGEND = 52, 44
+"""Characters of an arm's name, beside its bar and in the legend."""
 PALE = 0.35
 """Opacity of a line of which no difference from the baseline is shown."""
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5b636d", "#e3e6ea", "#ffffff"
@@ -161,6 +162,36 @@ def _by_step(curves: Sequence[dict[int, float]]) -> dict[int, list[float]]:
     return found
 
 
+def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
+    """Useful tokens a second of each arm, or samples, with their range over runs and the ratio's 95% interval."""
+    useful = any(row.useful_tokens_per_second is not None for row in comparison.rows)
+    unit, name = ("Useful tokens", "useful_tokens_per_second") if useful else ("Samples", "samples_per_second")
+    rates = {row.cell.arm: (row, rate) for row in comparison.rows if (rate := getattr(row, name)) is not None}
+    if not rates:
+        return None
+    with _drawing():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(WIDTH_INCHES, 0.6 + 2 * LINE_INCHES * len(rates)), layout="constrained")
+        axes = figure.add_subplot()
+        ratios = "" if comparison.baseline_row is None else f", times {cut(comparison.baseline, 24)} (95% interval)"
+        _title(axes, f"{unit} a second{ratios}")
+        longest = max(rate.high or rate.median for _, rate in rates.values())
+        for place, (arm, (row, rate)) in enumerate(rates.items()):
+            ratio = "" if row.ratio is None else f" · {marked(row.ratio)}"
+            within = f" ({interval(row.ratio)})" if interval(row.ratio) else ""
+            axes.barh(place, rate.median, height=0.55, color=palette[arm])
+            if rate.low is not None and rate.high is not None:
+                axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1.4)
+            axes.text(longest * 1.02, place, f"{number(rate.median)}{ratio}{within}", va="center", size=9)
+        axes.set(xlim=(0, longest * 1.5), ylim=(len(rates) - 0.5, -0.5))
+        axes.set_yticks(range(len(rates)), [cut(arm, MAX_NAME) for arm in rates], color=INK, size=9)
+        axes.xaxis.set_visible(False)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    return figure
+
+
 @dataclass(frozen=True, slots=True)
 class Picture:
     """One question and who draws its answer."""
@@ -179,6 +210,7 @@ PICTURES: tuple[Picture, ...] = (
         "time. Arms of which no difference from the baseline is shown are pale and not chosen.",
         crossing,
     ),
+    Picture("throughput", "Steady state, after warm-up. Dark lines: slowest to fastest run.", throughput),
     Picture("progress", "As measured in one run of each arm; waiting, validation and checkpoints included.", progress),
     Picture("losses", "Means over the steps between two log lines.", losses),
 )
