@@ -53,4 +53,4 @@ def test_it_fits_a_phone_and_a_desk(tmp_path: Path) -> None:
     assert found is not None, done.stderr
     for width, (scrolled, shown, pictures) in zip(WIDTHS, json.loads(html.unescape(found[1])), strict=True):
         assert scrolled <= width
-        assert shown == pictures == 4, "two of each workload"
+        assert shown == pictures == 6, "three of each workload"
