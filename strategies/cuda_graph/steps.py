@@ -77,6 +77,8 @@ class StepCapture:
             return
         if self._of is not None:
             self._graphs.release(known=True)
+        if self._optimizer is not None:
+            self._optimizer.release()
         self._of, self._optimizer = optimizer, None
         try:
             if self._loop.scaler is not None:
@@ -91,6 +93,9 @@ class StepCapture:
 
     def release(self) -> None:
         self._give_back()
+        if self._optimizer is not None:
+            self._optimizer.release()
+            self._optimizer = None
         if self._gradients is not None:
             self._module.zero_grad(set_to_none=True)
 
@@ -226,7 +231,9 @@ class StepCapture:
 
     def _leave_optimizer_out(self, reason: str) -> None:
         self._graphs.refuse(f"the optimizer runs after each graph: {reason}")
-        self._optimizer = None
+        if self._optimizer is not None:
+            self._optimizer.release()
+            self._optimizer = None
         if self._unreduced is not None:
             self._stop("under fsdp2 accumulated gradients are captured with the optimizer alone")
 

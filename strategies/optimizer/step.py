@@ -49,6 +49,9 @@ class GraphedStep:
         """Steps inside may be captured."""
         return contextlib.nullcontext()
 
+    def release(self) -> None:
+        """Leave the optimizer as it is without graphs."""
+
 
 class Update(GraphedStep):
     """What stands in for the step of ``optimizer``."""
@@ -254,11 +257,11 @@ def graphed(optimizer: torch.optim.Optimizer) -> GraphedStep:
 
 
 def _counts_on_host(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why a captured step of one of torch's optimizers would not count."""
-    if isinstance(optimizer, NOT_COUNTING) or all(map(_counts_on_device, optimizer.param_groups)):
+    """Why a captured step of one of torch's optimizers would not count; ``OwnStep`` moves what is ``capturable``."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, NOT_COUNTING) or all("capturable" in group or group.get("fused") for group in groups):
         return None
-    kind = type(optimizer).__name__
-    return f"{kind} counts its steps on the host; {kind}(fused=True or capturable=True), or compile=optimizer, does not"
+    return f"{type(optimizer).__name__} counts its steps on the host"
 
 
 class OwnStep(GraphedStep):
@@ -267,6 +270,7 @@ class OwnStep(GraphedStep):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._rates = [_rate_on_device(group) for group in optimizer.param_groups]
+        self._hook = optimizer.register_state_dict_post_hook(_steps_on_host)
 
     def prepare(self) -> None:
         """Bring the device's learning rates up to date: outside of the graph, which would repeat it."""
@@ -284,10 +288,12 @@ class OwnStep(GraphedStep):
 
     @contextlib.contextmanager
     def capturable(self) -> Iterator[None]:
-        """Let steps inside take the learning rate from the device; torch asks a fused one for ``capturable``, too."""
+        """Let steps inside take the learning rate from the device and keep their step counts there."""
         before = [(group, group["lr"], group.get("capturable")) for group in self._optimizer.param_groups]
         for group, rate in self._groups():
-            if "capturable" in group and group["params"][0].device.type == "cuda":
+            if _has_capturable(group):
+                if _keeps_steps_on_host(group):
+                    self._move_steps(group, to=None)
                 group["capturable"] = True
             if rate is not None:
                 group["lr"] = rate.tensor
@@ -299,16 +305,44 @@ class OwnStep(GraphedStep):
                 if "capturable" in group:
                     group["capturable"] = capturable
 
+    def release(self) -> None:
+        """Put the step counts back to where the optimizer keeps them without graphs."""
+        self._hook.remove()
+        for group in self._optimizer.param_groups:
+            if _keeps_steps_on_host(group):
+                self._move_steps(group, to="cpu")
+
     def _groups(self) -> Iterator[tuple[dict[str, Any], DeviceScalar | None]]:
         return zip(self._optimizer.param_groups, self._rates, strict=True)
+
+    def _move_steps(self, group: dict[str, Any], *, to: str | None) -> None:
+        """Move the step counts of ``group`` to a device; None = that of their parameter."""
+        for parameter in group["params"]:
+            step = self._optimizer.state[parameter].get("step") if parameter in self._optimizer.state else None
+            if isinstance(step, Tensor):
+                self._optimizer.state[parameter]["step"] = step.to(to or parameter.device)
 
 
 def _rate_on_device(group: dict[str, Any]) -> DeviceScalar | None:
     """The learning rate as a tensor, for kernels that take one; None where it is one already or is taken by value."""
-    if isinstance(group["lr"], Tensor) or not _counts_on_device(group):
+    if isinstance(group["lr"], Tensor) or not (_has_capturable(group) or group.get("fused")):
         return None
     return DeviceScalar(group["lr"], device=group["params"][0].device)
 
 
-def _counts_on_device(group: dict[str, Any]) -> bool:
-    return bool(group.get("capturable") or group.get("fused"))
+def _has_capturable(group: dict[str, Any]) -> bool:
+    return "capturable" in group and group["params"][0].device.type == "cuda"
+
+
+def _keeps_steps_on_host(group: dict[str, Any]) -> bool:
+    return "capturable" in group and not group["capturable"] and not group.get("fused")
+
+
+def _steps_on_host(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """State dicts hold step counts where an optimizer without graphs keeps them, so that it can load them."""
+    host = {index for group in state_dict["param_groups"] if _keeps_steps_on_host(group) for index in group["params"]}
+    state = {
+        index: {name: value.cpu() if name == "step" and index in host else value for name, value in entry.items()}
+        for index, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}

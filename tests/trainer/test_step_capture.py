@@ -261,6 +261,7 @@ def test_every_shape_has_a_graph(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_reads_its_state_on_the_host_runs_after_the_graph(tmp_path: Path) -> None:
+    # On a CPU AdamW without fused keeps its step count there; on CUDA it can be captured.
     _, graphed, report = both(Net, tmp_path, "adamw", accumulate_grad_batches=2, max_steps=8)
     assert all(name.startswith("forward and backward") for name in report["captured"])
     assert "the optimizer runs after each graph" in report["refused"][-1]
