@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import socket
@@ -347,25 +348,34 @@ def tuning_in(directory: Path) -> Iterator[None]:
     would then be slow, and not equal to the cold one.
 
     A directory named by the fingerprint does not do instead: the folder above it differs between users and machines,
-    and a cold start in it would not be cold.
-
-    Torch 2.11 also forgets the configurations that it makes while tuning, by halving a reduction's block: it makes none
-    here. https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/runtime/triton_heuristics.py
+    and a cold start in it would not be cold. Torch 2.11 moreover forgets the configurations that it makes while tuning,
+    by halving a reduction's block, whatever the directory is called.
     """
     # Private to torch, on all versions supported; there is no public way to move a kernel.
-    import torch._inductor.config as config
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     tuner: Any = CachingAutotuner
-    recheck = tuner.recheck_autotune_cache
-    halves = config.dynamic_scale_rblock and hasattr(tuner, "_could_rblock_scale")
+    forgets = not hasattr(tuner, "_could_rblock_scale")
+    recheck, scale = tuner.recheck_autotune_cache, tuner._dynamic_scale_rblock
 
     @functools.wraps(recheck)
     def recheck_here(kernel: Any, reload_kernel_from_src: Callable[[], Any]) -> None:
         _move(kernel, directory)
+        configs = _configs(kernel)
         recheck(kernel, reload_kernel_from_src)
+        if forgets:
+            _take(kernel, configs, reload_kernel_from_src)
 
-    with config.patch(dynamic_scale_rblock=halves), mock.patch.object(tuner, "recheck_autotune_cache", recheck_here):
+    @functools.wraps(scale)
+    def scale_and_keep(kernel: Any) -> None:
+        configs = _configs(kernel)
+        scale(kernel)
+        if len(configs) == 1 < len(kernel.compile_results) and kernel.save_cache_hook is None:
+            cache = _cache(kernel, configs)  # torch keeps a choice only where there was one before
+            kernel.save_cache_hook = cache and cache.save
+
+    keeps: dict[str, Any] = {"_dynamic_scale_rblock": scale_and_keep} if forgets else {}
+    with mock.patch.multiple(tuner, recheck_autotune_cache=recheck_here, **keeps):
         yield
 
 
@@ -382,3 +392,40 @@ def _move(kernel: Any, directory: Path) -> None:
     if cache is not None and cache.local_cache is not None:
         store, file = cache.local_cache
         cache.local_cache = store, moved(file)
+
+
+def _cache(kernel: Any, configs: list[Any]) -> Any:
+    """Torch's cache of the choice among ``configs``; None where it keeps none."""
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+    from torch._inductor.runtime.triton_heuristics import hash_configs
+
+    file = kernel.filename
+    return AutotuneCache.create(kernel.inductor_meta, file, hash_configs(configs)) if file else None
+
+
+def _take(kernel: Any, configs: list[Any], reload_kernel_from_src: Callable[[], Any]) -> None:
+    """Leave ``kernel`` the configuration that was chosen, compiled anew where it had been made while tuning."""
+    cache = _cache(kernel, configs)
+    best = None if cache is None else cache._read()
+    if not best or best.get("configs_hash") != cache.configs_hash or not _settings(configs[0]).keys() <= best.keys():
+        return
+    chosen = [result for result in kernel.compile_results if _settings(result.config).items() <= best.items()]
+    if not chosen:
+        config = copy.deepcopy(configs[0])
+        config.kwargs.update({name: best[name] for name in config.kwargs})
+        config.num_warps, config.num_stages = best["num_warps"], best["num_stages"]
+        if kernel.fn.fn is None:
+            kernel.fn = reload_kernel_from_src().fn
+        chosen = [kernel._precompile_config(config)]
+    kernel.compile_results = chosen[:1]
+    # Chosen among all there were: torch would make one more out of it, and time the two.
+    kernel.inductor_meta = {**kernel.inductor_meta, "dynamic_scale_rblock": False}
+
+
+def _configs(kernel: Any) -> list[Any]:
+    return [result.config for result in kernel.compile_results]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """What torch keeps of a configuration."""
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}

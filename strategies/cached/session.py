@@ -302,7 +302,7 @@ def reason_of(error: BaseException) -> str:
 
 # ---- the fingerprint -------------------------------------------------------------------------------------------------
 
-REVISION = 5
+REVISION = 4
 """Raised when strategies let the compiler make something else of the same program, or bundles look different."""
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from torch._dynamo.utils import counters
-from torch._inductor import config
 from torch._inductor.runtime.autotune_cache import AutotuneCache
 from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.runtime.runtime_utils import cache_dir
@@ -84,7 +83,7 @@ def test_a_warm_start_takes_what_the_cold_one_chose(tmp_path: Path) -> None:
 
 
 def test_what_is_tuned_anew_is_kept_in_the_directory_of_this_run(tmp_path: Path) -> None:
-    usual = CachingAutotuner.recheck_autotune_cache
+    usual = CachingAutotuner.recheck_autotune_cache, CachingAutotuner._dynamic_scale_rblock
     kernel = new_kernel(str(tmp_path / "elsewhere"))
     with tuning_in(tmp_path / "here"):
         kernel.recheck_autotune_cache(no_source)
@@ -93,19 +92,54 @@ def test_what_is_tuned_anew_is_kept_in_the_directory_of_this_run(tmp_path: Path)
         again = new_kernel(str(tmp_path / "elsewhere"))
         again.recheck_autotune_cache(no_source)
         assert [result.config.kwargs["XBLOCK"] for result in again.compile_results] == [64]
-    assert CachingAutotuner.recheck_autotune_cache == usual
+    assert (CachingAutotuner.recheck_autotune_cache, CachingAutotuner._dynamic_scale_rblock) == usual
     assert not (tmp_path / "elsewhere").exists()
     assert list((tmp_path / "here" / "ab").glob("*.best_config"))
 
 
-@pytest.mark.parametrize("forgets", [False, True], ids=["2.15", "2.11"])
-def test_torch_2_11_makes_no_configurations_that_it_would_forget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool
+def test_a_choice_that_was_made_while_tuning_is_compiled_and_not_searched_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if forgets:
-        monkeypatch.delattr(CachingAutotuner, "_could_rblock_scale", raising=False)
-    else:
-        monkeypatch.setattr(CachingAutotuner, "_could_rblock_scale", True, raising=False)
+    monkeypatch.setattr(
+        CachingAutotuner, "_precompile_config", lambda self, config: SimpleNamespace(config=config, of=self.fn.fn)
+    )
+    halved = configs()[1]
+    halved.kwargs["R0_BLOCK"] //= 2
     with tuning_in(tmp_path):
-        assert config.dynamic_scale_rblock is not forgets
-    assert config.dynamic_scale_rblock
+        tune(new_kernel(str(tmp_path)), halved)
+        kernel = new_kernel("/nowhere")
+        kernel.recheck_autotune_cache(lambda: SimpleNamespace(fn=SimpleNamespace(fn="source")))
+        assert [result.config.kwargs for result in kernel.compile_results] == [{"XBLOCK": 128, "R0_BLOCK": 512}]
+        assert kernel.compile_results[0].of == "source"
+
+
+@pytest.mark.parametrize("halved", [False, True], ids=["as it was", "halved"])
+def test_a_choice_between_a_single_configuration_and_its_half_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, halved: bool
+) -> None:
+    """Torch 2.11 keeps none of these; later ones do by themselves, and are made to look like it here."""
+    monkeypatch.delattr(CachingAutotuner, "_could_rblock_scale", raising=False)
+    monkeypatch.setattr(CachingAutotuner, "recheck_autotune_cache", lambda self, reload: None)
+    monkeypatch.setattr(CachingAutotuner, "_precompile_config", lambda _, config: SimpleNamespace(config=config))
+    half = configs()[0]
+    half.kwargs["R0_BLOCK"] //= 2
+    monkeypatch.setattr(
+        CachingAutotuner,
+        "_dynamic_scale_rblock",
+        lambda self: self.compile_results.append(SimpleNamespace(config=half)),
+    )
+
+    def single(directory: str) -> Any:
+        kernel = new_kernel(directory)
+        kernel.compile_results, kernel.save_cache_hook = kernel.compile_results[:1], None
+        return kernel
+
+    with tuning_in(tmp_path):
+        cold = single(str(tmp_path))
+        cold._dynamic_scale_rblock()
+        assert len(cold.compile_results) == 2
+        tune(cold, half if halved else configs()[0])
+        warm = single("/nowhere")
+        warm.recheck_autotune_cache(lambda: SimpleNamespace(fn=SimpleNamespace(fn="source")))
+    assert [result.config.kwargs["R0_BLOCK"] for result in warm.compile_results] == [512 if halved else 1024]
+    assert warm.inductor_meta["dynamic_scale_rblock"] is False, "it is not made and timed again"
