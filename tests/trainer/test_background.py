@@ -27,6 +27,7 @@ from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
 from tests.trainer.ragged_modules import RAGGED, TextData
 from tests.trainer.ragged_modules import fit as fit_texts
 from trainer import background as engine
+from trainer.background.takeover import SHAPES
 from trainer.background.trial import Trial
 from trainer.background.wire import Call, call_of, dumps, set_torch_state, torch_state
 from trainer.callback import Compile
@@ -340,6 +341,19 @@ def test_buckets_take_over_shape_by_shape(helper: Any) -> None:
     assert len(shapes) >= 2
     assert all(row["regions"] == 2 for row in shapes.values()), shapes
     assert callback.record.eager_parts == {}
+
+
+@pytest.mark.parametrize(("others", "warned"), [([], True), ([Dynamic()], False)], ids=["alone", "dynamic"])
+def test_batches_of_several_shapes_are_warned_of_where_the_helper_knows_one(
+    others: list[Any], warned: bool, helper: Any
+) -> None:
+    helper(ANSWERS)
+    torch._dynamo.reset()
+    callback = Compile(
+        [regional(), *others, Background(force=True, at_step=4)], ragged=RAGGED, verbose=False, save=False
+    )
+    fit_texts(TextData(), [callback], max_steps=8, max_epochs=-1)
+    assert callback.record.notes.count(SHAPES) == warned
 
 
 def test_what_an_earlier_run_compiled_needs_no_helper(tmp_path: Path, helper: Any) -> None:

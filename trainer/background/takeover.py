@@ -39,6 +39,10 @@ LAPS = 4000
 """Steps of each phase of which the seconds are kept."""
 NO_NEW_SHAPE = 200
 """Steps without a new shape of batch after which none is waited for, where the data do not tell how many there are."""
+SHAPES = (
+    "background: batches differ in shape. The helper compiles for the first one; the training waits while others are "
+    "compiled. dynamic or buckets in the list lets the helper do that"
+)
 
 
 class Takeover:
@@ -113,7 +117,9 @@ class Takeover:
 
     def before_batch(self, batch: Any) -> None:
         """``batch`` is on the device. Let the next regions be tried in its step."""
-        self._batch = shape_of(batch)
+        before, self._batch = self._batch, shape_of(batch)
+        if before not in ((), self._batch) and self._program.padding is None and SHAPES not in self._program.notes:
+            self._program.notes.append(SHAPES)
         if not self._between_steps:
             return
         self._between_steps = False
