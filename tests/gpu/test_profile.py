@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.doctor import ERROR, OK
-from scripts.doctor.__main__ import compiling, with_torch
+from scripts.doctor.__main__ import with_torch
 from tests.trainer.runs import train
 from trainer.console import summary
 from trainer.telemetry.profile import STEPS
@@ -59,9 +59,8 @@ def test_steps_after_the_profile_are_what_they_were(tmp_path: Path) -> None:
 
 
 def test_the_doctor_finds_nothing_wrong_and_compiles_for_the_device() -> None:
-    found = list(with_torch())
-    assert [finding for finding in found if finding.status == ERROR] == []
-    assert {"cuda driver", "device 0"} <= {finding.name for finding in found}
-    finding = compiling()
-    assert finding.status == OK
-    assert "on cuda" in finding.message
+    found = {finding.name: finding for finding in with_torch("compile")}
+    assert [finding for finding in found.values() if finding.status == ERROR] == []
+    assert {"cuda driver", "device 0"} <= found.keys()
+    assert found["compile"].status == OK
+    assert "on cuda" in found["compile"].message
