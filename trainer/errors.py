@@ -20,7 +20,7 @@ REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 """What a configuration that cannot be used raises."""
 NOISE = re.compile(r"\s*(full_key|object_type|reference_type|See https?://|Config search path|provider=)")
 """Lines of Hydra's and OmegaConf's messages that speak of their insides."""
-FOREIGN = re.compile(r"In '(?:schema/)?([\w/]+)/(\w+)'.*Merge error: \w+ is not a subclass of ", re.S)
+FOREIGN = re.compile(r"In '(?:schema/)?([\w/]+)/(\w+)'.*(?:Merge error|assigned): \w+ is not a subclass of ", re.S)
 """What they say when an option belongs to another task: ``task=captioning task/data=torchvision``."""
 
 
