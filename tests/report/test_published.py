@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.report.records import record
+from trainer.config import compose
 from trainer.report import published
 from trainer.report.comparison import compare_runs
 from trainer.report.pictures import PICTURES
 from trainer.report.published import RATIO, lands, publish, refresh, refreshed, rows_of
-from trainer.report.runs import Run, find
+from trainer.report.runs import Run, find, fixed_settings
 from trainer.telemetry.machine import MachineFacts
 from trainer.telemetry.record import RunRecord
 
@@ -66,6 +69,15 @@ def test_the_first_pages_show_only_pictures_that_are_drawn_from_records() -> Non
         shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
         assert {Path(one).name for one in shown} <= drawn
         assert shown or page.parent != ROOT, "the first page shows one"
+
+
+@pytest.mark.parametrize("file", sorted(published.RECORDS.glob("*.jsonl")), ids=lambda file: file.stem)
+def test_a_run_of_today_is_of_the_workload_that_was_published(file: Path) -> None:
+    """A setting that went stays among the former ones, or no new run would be compared with the records."""
+    published_record = find([file])[0].record
+    today = RunRecord(task=published_record.task, label="", status="finished")
+    today.config = json.loads(json.dumps(asdict(compose(published_record.command)), default=str))
+    assert fixed_settings(published_record).keys() <= fixed_settings(today).keys()
 
 
 def test_a_table_that_was_edited_differs_from_its_records(tmp_path: Path) -> None:

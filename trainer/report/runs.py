@@ -45,6 +45,16 @@ FORMER_DEFAULTS = {
     "optimizer.clip": "true",
 }
 """Parameters that only older records have, where they say no more than what a strategy does today."""
+FORMER_SETTINGS = {
+    "task.channels_last": "null",
+    "task.data.tokens_per_batch": "null",
+    "task.data.unit": "definition",
+    "task.final_learning_rate": "0.05",
+    "task.label_smoothing": "0.0",
+    "task.masked_share": "0.15",
+    "task.network.norm_epsilon": "1e-05",
+}
+"""The same of settings: runs with and without them are of one workload."""
 PEER = "peer"
 """Name, in the place of a strategy's, of another project's way to train that was measured beside ours."""
 
@@ -196,7 +206,7 @@ def arm_of(record: RunRecord) -> tuple[str, ...]:
 
 def fixed_settings(record: RunRecord) -> dict[str, str]:
     """Settings that make up the workload."""
-    return {name: value for name, value in _settings(record) if _is_fixed(name)}
+    return {name: value for name, value in _settings(record) if _is_fixed(name) and FORMER_SETTINGS.get(name) != value}
 
 
 def set_parameters(record: RunRecord) -> dict[str, str]:
