@@ -63,7 +63,7 @@ class MachineFacts:
         reasons = []
         others = self.other_processors
         if others is not None and others >= min(MANY_PROCESSORS, MUCH_TIME * self.processors):
-            waited, share = self.waited_share, others / self.processors
+            waited, share = self.waited_share, min(1.0, others / self.processors)
             if share >= MAX_TIME if waited is None else waited >= LONG_WAIT:
                 load = "" if self.load_average is None else f"load {self.load_average:.2g} on {self.processors} cores, "
                 reasons.append(f"{load}others took {share:.0%} of the processor time")
