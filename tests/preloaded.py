@@ -1,10 +1,9 @@
-"""What the process that pairs are forked from has done once, so that no rank has to: imports that take seconds, among
-them some of torch's as late as the first compile, and tables that Dynamo fills in its first compile."""
+"""What the process that pairs are forked from has imported once, so that no rank has to: some of it torch's, as late as
+the first compile. It compiles nothing: processes that such a one's forks fork in turn are now and then aborted."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 
 for name in (
     "pytest",
@@ -30,18 +29,3 @@ for name in (
     "tests.trainer.runs",
 ):
     import_module(name)
-
-if not Path("/dev/nvidiactl").exists():  # a process that has asked for CUDA's devices cannot be forked
-    import torch
-    from torch._dynamo import trace_rules
-    from torch._inductor.codecache import torch_key
-
-    from tests.processes import compile_quickly
-
-    compile_quickly()
-    torch.set_num_threads(1)  # no threads are there after a fork
-    with torch.no_grad():  # a backward starts threads
-        torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
-    torch._dynamo.reset()
-    torch_key()  # a hash of torch's files
-    vars(trace_rules).update(clear_lru_cache=lambda: None)  # by each process group, as it may import something: 0.2 s
