@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from scripts.arguments import STEPS_HELP, at_least, exit_code, parser, steps
+from scripts.arguments import STEPS_HELP, exit_code, parser, steps
 from trainer.report import tables
-from trainer.report.comparison import AT_STEPS, Row, WorkloadComparison, compare_runs
-from trainer.report.flags import BUSY
+from trainer.report.comparison import AT_STEPS, WorkloadComparison, compare_runs
+from trainer.report.published import PublishedRow, check, rows_in
 from trainer.report.runs import arm_of, find, workload_of
-from trainer.report.statistics import Ratio
 
 ABOUT = """\
 ~ no difference is shown; ± half of the range over the runs. docs/comparing.md says how each figure is made.
@@ -32,7 +30,7 @@ ABOUT = """\
 what is trained, with overrides: crucible train -m compile=eager,regional,whole OVERRIDES, whose options and folders it
 has (crucible train --help); compile= with other values, or hydra.launcher.arms=[...], replaces the three.
 
-Exit codes: 0 compared, 1 a training failed or an arm is worse than in --against, 2 refused (wrong arguments, no
+Exit codes: 0 compared, 1 a training failed or a figure of --against does not hold, 2 refused (wrong arguments, no
 records).
 """
 OVERRIDE = re.compile(r"[+~]*[\w./@]+=")
@@ -79,9 +77,9 @@ def compared(options: argparse.Namespace) -> int:
     if options.against is None:
         return 0
     earlier = compare_runs(find([options.against]), baseline=options.baseline)
-    moved = against(comparisons, earlier, options.tolerance)
-    print("\n".join(drift_lines(moved)), file=sys.stderr if options.markdown or options.json else sys.stdout)
-    return int(any(verdict(moves) == WORSE.lower() for moves in moved.values()))
+    lines, holds = against(comparisons, earlier)
+    print("\n".join(lines), file=sys.stderr if options.markdown or options.json else sys.stdout)
+    return int(not holds)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -94,106 +92,36 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     form = made.add_mutually_exclusive_group()
     for kind in ("markdown", "json"):
         form.add_argument(f"--{kind}", action="store_true", help=f"print {kind} in the place of the tables")
-    against_help = "earlier runs: in which of their arms did ratio, graphs or breaks move? (default: nothing)"
+    against_help = "earlier runs: do their figures hold in these? As crucible verify says it (default: nothing)"
     add("--against", metavar="RUN", help=against_help)
-    tolerance_help = "by how much the ratio may differ from it (default: %(default)g)"
-    add("--tolerance", type=at_least(0), default=TOLERANCE, metavar="SHARE", help=tolerance_help)
     return made.parse_args(arguments)
 
 
-# ---- drift: has a strategy become slower? ---------------------------------------------------------------------------
+def against(comparisons: Sequence[WorkloadComparison], earlier: Sequence[WorkloadComparison]) -> tuple[list[str], bool]:
+    """What to say of each arm of ``earlier``, and whether its figures hold in ``comparisons`` and no run has failed.
 
-TOLERANCE = 0.03
-"""By how much a ratio may differ, relatively, beyond its noise."""
-WORSE, BETTER, NOT_JUDGED = "WORSE", "better", "not judged"
-Moves = list[tuple[str, str]]
-"""What is to be said of an arm: its kind, and ``ratio 1.500x (1.480 to 1.520) -> 1.400x (1.390 to 1.410)``."""
-
-
-def against(
-    comparisons: Sequence[WorkloadComparison], earlier: Sequence[WorkloadComparison], tolerance: float
-) -> dict[str, Moves | None]:
-    """What moved of each arm of ``earlier``, baselines left out; None for one that ``comparisons`` lack.
-
-    Raises ValueError where they are of another machine, or have no arm in common.
+    Raises ValueError where they have no arm in common.
     """
-    now = {_identity(row): (found, row) for found in comparisons for row in found.rows}
-    moved: dict[str, Moves | None] = {}
-    for found in earlier:
-        for row in found.rows:
-            if row is found.baseline_row:
-                continue
-            measured = now.get(_identity(row))
-            moved[f"{found.workload} {row.cell.arm}"] = (
-                None if measured is None else _moves(found, row, *measured, tolerance)
-            )
-    if all(moves is None for moves in moved.values()):
+    now = _arms(comparisons)
+    then = {key: row for key, row in _arms(earlier).items() if row.records}
+    if now.keys().isdisjoint(then):
         raise ValueError("none of these runs is of an arm of --against")
-    return moved
+    lines, holds = [], True
+    for key, row in then.items():
+        name, here = f"{row.records[0].task} {row.arm}", now.get(key)
+        if here is None or not here.records:
+            lines += ["", f"{name}: {'not measured' if here is None else 'failed'}"]
+            holds &= here is None
+            continue
+        said, same = check(name, row, here, called="earlier")
+        lines, holds = lines + said, holds and same and not here.compared.cell.failed
+    return lines, holds
 
 
-def _identity(row: Row) -> tuple[object, ...]:
-    record = row.cell.runs[0].record
-    return workload_of(record), arm_of(record)
-
-
-def _moves(then: WorkloadComparison, before: Row, found: WorkloadComparison, row: Row, tolerance: float) -> Moves:
-    for was, is_now in ((then.device, found.device), (then.processor, found.processor)):
-        if was != is_now:
-            raise ValueError(f"--against was measured on {was}, and these runs on {is_now}")
-    flags = [flag for one in (found, then) for each in (one.rows[0], before, row) for flag in each.flags]
-    busy = next((flag for flag in flags if flag.startswith(BUSY)), None)
-    return drift(before, row, tolerance, busy=busy)
-
-
-def drift_lines(arms: Mapping[str, Moves | None]) -> list[str]:
-    """Whole lines for grep and mails, and last ``2 arms: 1 worse``."""
-    lines, counts = [], Counter[str]()
-    for name, moves in arms.items():
-        lines += [f"not measured: {name}"] if moves is None else []
-        lines += [f"{kind}: {name}: {text}" for kind, text in moves or []]
-        counts[verdict(moves)] += 1
-    counted = [f"{counts[kind]} {kind}" for kind in ("worse", BETTER, NOT_JUDGED, "not measured") if counts[kind]]
-    return [*lines, f"{len(arms)} arm{'' if len(arms) == 1 else 's'}: {', '.join(counted) or 'none moved'}"]
-
-
-def verdict(moves: Moves | None) -> str:
-    """Of an arm, in a word or two."""
-    kinds = {kind for kind, _ in moves or []}
-    found = next((kind.lower() for kind in (WORSE, BETTER, NOT_JUDGED) if kind in kinds), "same")
-    return "not measured" if moves is None else found
-
-
-def drift(before: Row, now: Row, tolerance: float = TOLERANCE, *, busy: str | None = None) -> Moves:
-    """What moved between two rows of one arm. Counts are the same in every run of the same code; ratios are not judged
-    where the machine was ``busy``."""
-    if now.cell.failed:
-        return [(WORSE, f"{len(now.cell.failed)} of its runs failed")]
-    found = [(NOT_JUDGED, f"ratio: {busy}")] if busy else _ratio_moved(before.ratio, now.ratio, tolerance)
-    for name in ("graphs", "graph_breaks", "recompiles"):
-        old, new = getattr(before, name), getattr(now, name)
-        if old is not None and old != new:
-            # Fewer graphs are not better: less may have been compiled.
-            kind = NOT_JUDGED if new is None else WORSE if name == "graphs" or new > old else BETTER
-            found.append((kind, f"{name.replace('_', ' ')} {old} -> {new}"))
-    return found
-
-
-def _ratio_moved(old: Ratio | None, new: Ratio | None, tolerance: float) -> Moves:
-    """The ratio moved when it did by more than the tolerance, and the two intervals are apart."""
-    if old is None:
-        return []
-    if new is None:
-        return [(WORSE, f"ratio was {old.value:.3f}x, and is not known now")]
-    if abs(new.value - old.value) <= tolerance * old.value:
-        return []
-    if old.low is None or old.high is None or new.low is None or new.high is None:
-        return [(NOT_JUDGED, "ratio: single runs do not show their noise; repeat with hydra.launcher.rounds=3")]
-    texts = [f"{one.value:.3f}x ({one.low:.3f} to {one.high:.3f})" for one in (old, new)]
-    move = f"ratio {' -> '.join(texts)}"
-    if new.low <= old.high and new.high >= old.low:
-        return [(NOT_JUDGED, f"{move} is within the noise; more rounds or steps would show it")]
-    return [(WORSE if new.value < old.value else BETTER, move)]
+def _arms(comparisons: Sequence[WorkloadComparison]) -> dict[object, PublishedRow]:
+    """Rows by what their runs share."""
+    rows = [(row, row.compared.cell.runs[0].record) for found in comparisons for row in rows_in(found)]
+    return {(workload_of(first), arm_of(first)): row for row, first in rows}
 
 
 if __name__ == "__main__":

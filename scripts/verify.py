@@ -19,21 +19,20 @@ from trainer.report.page import counted
 from trainer.report.published import (
     CURVES_ALONE,
     LOSS,
-    MAX_SPREAD,
     RATIO,
     RECORDS,
     SAME,
     TIME_TOLERANCE,
     TOLERANCES,
     PublishedRow,
-    lands,
+    check,
     publish,
     range_text,
     refresh,
     rows_of,
 )
 from trainer.report.runs import find
-from trainer.report.tables import NOT_SURE, conditions_of, plain_lines
+from trainer.report.tables import NOT_SURE
 from trainer.sweep.plan import quoted
 
 MORE = f"""\
@@ -112,8 +111,8 @@ def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
     if options.smoke:
         print(f"{name} trains here in small, beside eager")
         return code
-    text, holds = report(name, row, found, command=shown)
-    print(text)
+    lines, holds = check(name, row, found, command=shown)
+    print("\n".join(lines))
     return int(not holds or code != 0)
 
 
@@ -154,40 +153,6 @@ def in_small(command: list[str]) -> str:
     experiment = next((found[1] for word in command if (found := EXPERIMENT.match(word))), "")
     names = (experiment if experiment.endswith("smoke") else "", f"{experiment}_smoke")
     return next((name for name in names if name and (CONF / "experiment" / f"{name}.yaml").is_file()), "smoke")
-
-
-def report(name: str, row: PublishedRow, here: PublishedRow, *, command: str) -> tuple[str, bool]:
-    """What to say of a row, for a person and for a bug report, and whether all that can be compared holds."""
-    ours, theirs = row.records[0], here.records[0]
-    same_gpu = ours.device_type == theirs.device_type == "cuda" and ours.device == theirs.device
-    expected = row.figures
-    verdicts = [lands(figure, values, here.figures.get(figure, ()), same_gpu) for figure, values in expected.items()]
-    words = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}
-    columns = {
-        "figure": list(expected),
-        "published": [range_text(*each) for each in expected.items()],
-        "here": [range_text(figure, here.figures.get(figure, ())) for figure in expected],
-        "verdict": [words[verdict] for verdict in verdicts],
-    }
-    failed = [figure for figure, verdict in zip(expected, verdicts, strict=True) if verdict is False]
-    compared = sum(verdict is not None for verdict in verdicts)
-    if failed:
-        conclusion = f"{', '.join(failed)} of {compared} figures {'does' if len(failed) == 1 else 'do'} not hold here"
-    else:
-        conclusion = f"all {compared} figures that can be compared hold here"
-    remarks = list(here.compared.flags)
-    if (row.spread or 0) > MAX_SPREAD:
-        remarks.append(f"the published rounds spread by {row.spread:.0%}: that the ratio holds says little")
-    return "\n".join(
-        [
-            f"\n{name}: {conclusion}",
-            f"  published: {conditions_of(row.records)} · rounds: {len(row.records)}",
-            f"  here:      {conditions_of(here.records)} · rounds: {len(here.records)}",
-            f"  command:   {command}",
-            *plain_lines(columns, 100),
-            *(f"  {remark}" for remark in remarks),
-        ]
-    ), not failed
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -10,6 +10,7 @@ import pytest
 from tests.report.records import record
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.comparison import compare_runs as compare
+from trainer.report.flags import parity_of
 from trainer.report.runs import Run
 from trainer.telemetry.record import Event, RunRecord
 
@@ -112,5 +113,5 @@ def test_unlike_runs_are_found_and_marked(changes: dict[str, Any], said: str) ->
 def test_a_comparison_that_said_nothing_is_graver_than_one_that_passed() -> None:
     first = {"parity": {"verdict": "passed"}}
     second = {"parity": {"verdict": "not compared", "reason": "it draws"}}
-    found = against_eager(whole(report=first), whole(report=second)).rows[1].parity
-    assert found == "not compared: it draws"
+    found = against_eager(whole(report=first), whole(report=second)).rows[1].cell
+    assert parity_of(found) == "not compared: it draws"

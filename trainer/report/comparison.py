@@ -6,14 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.report import statistics
 from trainer.report.flags import (
     BUSY,
     THIN,
     flags_of,
-    parity_of,
     setup_seconds,
     step_seconds,
     unlike_conditions,
@@ -26,42 +24,17 @@ AT_STEPS = (500, 2000, 20000)
 """Numbers of steps for which total times are given."""
 SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
-RATES = ("samples_per_second", "useful_tokens_per_second", "padded_share", "roofline_share", "joules_per_sample")
-OVER_RUNS = (*RATES, "final_loss")
-LARGEST = ("peak_device_memory_gib", "graphs", "graph_breaks", "recompiles")
-"""Figures that a row takes from its records by their names."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Row:
-    """One cell's figures, medians over its finished runs. None = not measured; all None but the flags when none
-    finished."""
+    """What a cell is beside the baseline. None = not known; the cell has what its own runs measured."""
 
     cell: Cell
     step_seconds: Estimate | None = None
     """Mean seconds of a steady step, of each run: what total time is made of, and the ratio."""
-    median_step_seconds: Estimate | None = None
-    """Median seconds of a steady step, of each run."""
-    p95_seconds: Estimate | None = None
-    samples_per_second: Estimate | None = None
-    useful_tokens_per_second: Estimate | None = None
-    padded_share: Estimate | None = None
-    cold_warmup_seconds: Estimate | None = None
-    """Preflight and steps that are not steady, of cold starts."""
     warm_warmup_seconds: Estimate | None = None
     """Of warm starts; of what compiles nothing, any. None when the workload has no warm run."""
-    compile_seconds: Estimate | None = None
-    """Of cold starts, as above."""
-    roofline_share: Estimate | None = None
-    joules_per_sample: Estimate | None = None
-    final_loss: Estimate | None = None
-    peak_device_memory_gib: float | None = None
-    """Largest over the runs; so are the next ones."""
-    graphs: int | None = None
-    graph_breaks: int | None = None
-    recompiles: int | None = None
-    parity: str | None = None
-    """``passed``, ``failed`` or ``skipped: <reason>``; None when it was not asked for or nothing was compiled."""
     ratio: Ratio | None = None
     """To the baseline; None for the baseline itself and without one."""
     break_even_steps: float | None = None
@@ -218,39 +191,19 @@ def _rows(cells: Sequence[Cell], baseline: Cell | None, start: str, at_steps: Se
     parts = (_over(runs, lambda record: record.import_seconds), _over(runs, setup_seconds))
     start_seconds = sum(part.median for part in parts if part is not None)
     ordered = cells if baseline is None else [baseline, *(cell for cell in cells if cell is not baseline)]
-    rows = [_figures(cell) for cell in ordered]
+    rows = [Row(cell=cell, step_seconds=_over(cell.finished, step_seconds)) for cell in ordered]
     any_warm = any(cell.warm and cell.compiles for cell in cells)
     base = rows[0] if baseline is not None else None
     for row in rows:
         row.flags = flags_of(row.cell, baseline)
         if any_warm:
-            row.warm_warmup_seconds = _over(row.cell.started("warm"), lambda record: record.warmup_seconds)
+            row.warm_warmup_seconds = row.cell.over("warmup_seconds", "warm")
         _set_cost(row, base, start)
         if row.cost is not None:
             other = None if row is base or base is None else base.cost
             row.fixed_seconds = start_seconds + statistics.overhead_seconds(row.cost, other)
         row.total_seconds = {steps: total for steps in at_steps if (total := row.total_at(steps)) is not None}
     return rows
-
-
-def _figures(cell: Cell) -> Row:
-    runs, cold = cell.finished, cell.started("cold")
-
-    def over(name: str, chosen: Sequence[Run] = runs) -> Estimate | None:
-        return _over(chosen, lambda record: getattr(record, name))
-
-    by_name: dict[str, Any] = {name: over(name) for name in OVER_RUNS}
-    by_name |= {name: max(found.values) for name in LARGEST if (found := over(name)) is not None}
-    return Row(
-        cell=cell,
-        step_seconds=_over(runs, step_seconds),
-        median_step_seconds=over("steady_step_seconds_median"),
-        p95_seconds=over("steady_step_seconds_p95"),
-        cold_warmup_seconds=over("warmup_seconds", cold),
-        compile_seconds=over("compile_seconds", cold),
-        parity=parity_of(cell),
-        **by_name,
-    )
 
 
 def _set_cost(row: Row, base: Row | None, start: str) -> None:
@@ -268,29 +221,20 @@ def _set_cost(row: Row, base: Row | None, start: str) -> None:
         if row.ratio is not None and other.step_seconds is not None:
             # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
             step = other.step_seconds.median / row.ratio.value
-    row.cost = _cost(row.cell.started(start), step, work)
+    row.cost = _cost(row.cell, start, step, work)
     shown = row.ratio is not None and row.ratio.shown
     if shown and row.cost is not None and other is not None and other.cost is not None:
         row.break_even_steps = statistics.break_even_steps(row.cost, other.cost)
 
 
-def _cost(started: Sequence[Run], seconds: float | None, work: float) -> Cost | None:
-    """The warm-up of runs that started in one way, with steps of ``seconds``; ``work`` as in ``_work``."""
-
-    def median(name: str) -> float | None:
-        found = _over(started, lambda record: getattr(record, name))
-        return None if found is None else found.median
-
-    warmup = median("warmup_seconds")
-    if seconds is None or warmup is None:
+def _cost(cell: Cell, start: str, seconds: float | None, work: float) -> Cost | None:
+    """The warm-up from one kind of start, with steps of ``seconds``; ``work`` as in ``_work``."""
+    names = ("warmup_seconds", "warmup_steps", "compile_seconds", "preparation_seconds")
+    medians = {name: found.median for name in names if (found := cell.over(name, start)) is not None}
+    if seconds is None or "warmup_seconds" not in medians:
         return None
-    return Cost(
-        step_seconds=seconds,
-        warmup_seconds=warmup,
-        warmup_steps=(median("warmup_steps") or 0.0) / work,
-        compile_seconds=median("compile_seconds") or 0.0,
-        preparation_seconds=median("preparation_seconds") or 0.0,
-    )
+    medians["warmup_steps"] = medians.get("warmup_steps", 0.0) / work
+    return Cost(step_seconds=seconds, **medians)
 
 
 def _ratio(row: Row, base: Row, work: float) -> Ratio | None:

@@ -164,9 +164,9 @@ def _by_step(curves: Sequence[dict[int, float]]) -> dict[int, list[float]]:
 
 def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     """Useful tokens a second of each arm, or samples, with their range over runs and the ratio's 95% interval."""
-    useful = any(row.useful_tokens_per_second is not None for row in comparison.rows)
+    useful = any(row.cell.over("useful_tokens_per_second") is not None for row in comparison.rows)
     unit, name = ("Useful tokens", "useful_tokens_per_second") if useful else ("Samples", "samples_per_second")
-    rates = {row.cell.arm: (row, rate) for row in comparison.rows if (rate := getattr(row, name)) is not None}
+    rates = {row.cell.arm: (row, rate) for row in comparison.rows if (rate := row.cell.over(name)) is not None}
     if not rates:
         return None
     with _drawing():

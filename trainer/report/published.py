@@ -23,9 +23,9 @@ from typing import Any
 
 from trainer.report import pictures
 from trainer.report.comparison import Row, WorkloadComparison, compare_runs
-from trainer.report.flags import step_seconds
+from trainer.report.flags import BUSY, step_seconds
 from trainer.report.runs import Run, find
-from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped
+from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.files import finite, written_whole
 from trainer.telemetry.record import RunRecord
 
@@ -65,6 +65,8 @@ class PublishedRow:
     figures: Figures
     spread: float | None
     """Between the rounds, over their median: of the ratios, for the baseline of its steps. None for one round."""
+    busy: bool
+    """Whether the machine was, under its runs or the baseline's."""
 
     @property
     def records(self) -> list[RunRecord]:
@@ -113,7 +115,7 @@ def publish(paths: Iterable[str | Path], file: Path) -> int:
 
 def rows_of(runs: Sequence[Run]) -> list[PublishedRow]:
     """An arm a row, eager first. Raises ValueError when there is not exactly one workload."""
-    return _rows(_compared(runs), runs)
+    return rows_in(_compared(runs), runs)
 
 
 def _compared(runs: Sequence[Run]) -> WorkloadComparison:
@@ -127,7 +129,8 @@ def _is_profiled(run: Run) -> bool:
     return run.record.config.get("profile", "off") != "off"
 
 
-def _rows(found: WorkloadComparison, runs: Sequence[Run]) -> list[PublishedRow]:
+def rows_in(found: WorkloadComparison, runs: Sequence[Run] = ()) -> list[PublishedRow]:
+    """A row for each arm; ``runs`` may hold profiled ones beside those that are compared."""
     base = found.baseline_row
     rows = []
     for row in found.rows:
@@ -136,7 +139,8 @@ def _rows(found: WorkloadComparison, runs: Sequence[Run]) -> list[PublishedRow]:
         figures = _figures(row, base if row is not base else None, profiled)
         rounds = figures.get(RATIO) or figures.get(STEP, ())
         spread = (max(rounds) - min(rounds)) / statistics.median(rounds) if len(rounds) > 1 else None
-        rows.append(PublishedRow(arm=row.cell.arm, compared=row, figures=figures, spread=spread))
+        busy = any(flag.startswith(BUSY) for each in (row, base) if each is not None for flag in each.flags)
+        rows.append(PublishedRow(arm=row.cell.arm, compared=row, figures=figures, spread=spread, busy=busy))
     return rows
 
 
@@ -160,8 +164,8 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
         "recompiles": [record.recompiles for record in records],
         LOSS: [record.final_loss for record in records],
     }
-    if row.cold_warmup_seconds is not None:
-        found[COLD] = row.cold_warmup_seconds.values
+    if (cold := row.cell.over("warmup_seconds", "cold")) is not None:
+        found[COLD] = cold.values
     there = {name: tuple(value for value in values if value is not None) for name, values in found.items()}
     return {name: values for name, values in there.items() if values}
 
@@ -185,7 +189,7 @@ def range_text(name: str, values: Sequence[float]) -> str:
 def table(runs: Sequence[Run], link: str) -> list[str]:
     """The lines of a table: conditions, a row for each arm, what the marks mean and what to know of an arm."""
     compared = _compared(runs)
-    rows = _rows(compared, runs)
+    rows = rows_in(compared, runs)
     records = [record for row in rows for record in row.records]
     on_cpu = all(record.device_type == "cpu" for record in records)
     shown = [name for name in NAMES if not (on_cpu and name not in TOLERANCES)]
@@ -274,3 +278,41 @@ def lands(name: str, published: Sequence[float], here: Sequence[float], same_gpu
         return set(here) <= set(published)
     room = tolerance * abs(statistics.median(published))
     return min(published) - room <= statistics.median(here) <= max(published) + room
+
+
+def check(
+    name: str, row: PublishedRow, here: PublishedRow, *, called: str = "published", command: str = ""
+) -> tuple[list[str], bool]:
+    """What to say of a row that was measured again ``here``, for a person and for a bug report, and whether all that
+    can be compared holds. The ratio of a busy machine cannot, nor that of a single round, whose noise nobody knows."""
+    ours, theirs = row.records[0], here.records[0]
+    same_gpu = ours.device_type == theirs.device_type == "cuda" and ours.device == theirs.device
+    verdicts = {each: lands(each, values, here.figures.get(each, ()), same_gpu) for each, values in row.figures.items()}
+    if RATIO in verdicts and RATIO in here.figures and (here.busy or len(here.records) < 2):
+        verdicts[RATIO] = None
+    words = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}
+    columns = {
+        "figure": list(verdicts),
+        called: [range_text(each, row.figures[each]) for each in verdicts],
+        "here": [range_text(each, here.figures.get(each, ())) for each in verdicts],
+        "verdict": [words[verdict] for verdict in verdicts.values()],
+    }
+    failed = [each for each, verdict in verdicts.items() if verdict is False]
+    compared = sum(verdict is not None for verdict in verdicts.values())
+    if failed:
+        conclusion = f"{', '.join(failed)} of {compared} figures {'does' if len(failed) == 1 else 'do'} not hold here"
+    else:
+        conclusion = f"all {compared} figures that can be compared hold here"
+    remarks = list(here.compared.flags)
+    if (row.spread or 0) > MAX_SPREAD:
+        remarks.append(f"the {called} rounds spread by {row.spread:.0%}: that the ratio holds says little")
+    width = len(called) + 1
+    lines = [
+        f"{name}: {conclusion}",
+        f"  {called + ':':<{width}} {conditions_of(row.records)} · rounds: {len(row.records)}",
+        f"  {'here:':<{width}} {conditions_of(here.records)} · rounds: {len(here.records)}",
+        *([f"  {'command:':<{width}} {command}"] if command else []),
+        *plain_lines(columns, 100),
+        *(f"  {remark}" for remark in remarks),
+    ]
+    return ["", *lines], not failed

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from strategies import STRATEGIES
+from trainer.report.statistics import Estimate, estimate
 from trainer.telemetry.files import printable
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
@@ -97,6 +98,11 @@ class Cell:
         if start == "cold":
             return self.cold or ([] if self.compiles else self.warm)
         return self.warm or ([] if self.compiles else self.cold)
+
+    def over(self, field: str, start: str | None = None) -> Estimate | None:
+        """A figure of the record over the finished runs, or over those of a ``cold`` or ``warm`` start."""
+        runs = self.finished if start is None else self.started(start)
+        return estimate([getattr(run.record, field) for run in runs])
 
     @property
     def label(self) -> str:

@@ -10,11 +10,12 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.report.comparison import Row, WorkloadComparison
-from trainer.report.flags import DECISIVE_VERSIONS, deciding, step_seconds
+from trainer.report.flags import DECISIVE_VERSIONS, deciding, parity_of, step_seconds
 from trainer.report.runs import Cell, Run, fixed_settings, set_parameters
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
 from trainer.telemetry.files import finite
@@ -49,10 +50,10 @@ def decision(found: WorkloadComparison) -> Columns:
         "step ms": [estimated(row.step_seconds, 1e3) for row in rows],
         f"speed to {found.baseline}": [speed(row, found) for row in rows],
         "95% interval": [interval(row.ratio) or ABSENT for row in rows],
-        "warm-up s": [_middle(row.cold_warmup_seconds) for row in rows],
+        "warm-up s": [_middle(row.cell.over("warmup_seconds", "cold")) for row in rows],
         "warm start s": [ABSENT if not row.cell.compiles else _middle(row.warm_warmup_seconds) for row in rows],
         f"pays back after steps{', warm' * (found.start == 'warm')}": [_steps(row.break_even_steps) for row in rows],
-        "peak GiB": [number(row.peak_device_memory_gib) for row in rows],
+        "peak GiB": [_most(row.cell.over("peak_device_memory_gib")) for row in rows],
     }
     return kept(columns)
 
@@ -66,21 +67,18 @@ def all_figures(found: WorkloadComparison) -> Columns:
             f"s to {steps:,}": [_total(row, row.total_seconds.get(steps)) for row in rows]
             for steps in dict.fromkeys(steps for row in rows for steps in row.total_seconds)
         },
-        "median ms": [estimated(row.median_step_seconds, 1e3) for row in rows],
-        "p95 ms": [_middle(row.p95_seconds, 1e3) for row in rows],
-        "samples/s": [_middle(row.samples_per_second) for row in rows],
-        "useful tokens/s": [_middle(row.useful_tokens_per_second) for row in rows],
-        "padding": [ABSENT if row.padded_share is None else f"{row.padded_share.median:.1%}" for row in rows],
-        "of roofline": [ABSENT if row.roofline_share is None else f"{row.roofline_share.median:.1%}" for row in rows],
-        "J/sample": [_middle(row.joules_per_sample) for row in rows],
-        "final loss": [ABSENT if row.final_loss is None else f"{row.final_loss.median:.4f}" for row in rows],
-        "compile s": [_middle(row.compile_seconds) for row in rows],
-        "graphs": [_count(row.graphs) for row in rows],
-        "breaks": [_count(row.graph_breaks) for row in rows],
-        "recompiles": [_count(row.recompiles) for row in rows],
-        "parity": [(row.parity or ABSENT).partition(":")[0] for row in rows],
+        **{
+            heading: [ABSENT if (value := figure_of(row.cell, name)) is None else text(value) for row in rows]
+            for heading, (name, text) in FIGURES.items()
+        },
+        "parity": [(parity_of(row.cell) or ABSENT).partition(":")[0] for row in rows],
     }
     return kept(columns)
+
+
+def figure_of(cell: Cell, name: str) -> Estimate | None:
+    """Over the runs of a cell: a field of the record; what compiling took, over cold starts."""
+    return cell.over(name, "cold" if name == "compile_seconds" else None)
 
 
 def kept(columns: Columns) -> Columns:
@@ -109,10 +107,6 @@ def interval(ratio: Ratio | None) -> str:
 
 def _steps(value: float | None) -> str:
     return ABSENT if value is None else "never" if value == math.inf else rounded(value)
-
-
-def _count(value: int | None) -> str:
-    return ABSENT if value is None else f"{value:,}"
 
 
 def number(value: float | None) -> str:
@@ -144,6 +138,33 @@ def estimated(value: Estimate | None, factor: float = 1.0) -> str:
 
 def _middle(value: Estimate | None, factor: float = 1.0) -> str:
     return ABSENT if value is None else number(value.median * factor)
+
+
+def _share(value: Estimate) -> str:
+    return f"{value.median:.1%}"
+
+
+def _most(value: Estimate | None) -> str:
+    """Of memory, and of counts, which are whole numbers."""
+    most = None if value is None else max(value.values)
+    return f"{most:,}" if isinstance(most, int) else number(most)
+
+
+FIGURES: dict[str, tuple[str, Callable[[Estimate], str]]] = {
+    "median ms": ("steady_step_seconds_median", partial(estimated, factor=1e3)),
+    "p95 ms": ("steady_step_seconds_p95", partial(_middle, factor=1e3)),
+    "samples/s": ("samples_per_second", _middle),
+    "useful tokens/s": ("useful_tokens_per_second", _middle),
+    "padding": ("padded_share", _share),
+    "of roofline": ("roofline_share", _share),
+    "J/sample": ("joules_per_sample", _middle),
+    "final loss": ("final_loss", lambda value: f"{value.median:.4f}"),
+    "compile s": ("compile_seconds", _middle),
+    "graphs": ("graphs", _most),
+    "breaks": ("graph_breaks", _most),
+    "recompiles": ("recompiles", _most),
+}
+"""Columns of ``all_figures``: the field of the record, and how its estimate is shown."""
 
 
 def conditions(found: WorkloadComparison) -> str:
@@ -283,24 +304,25 @@ def _escaped(text: str) -> str:
 
 
 def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
-    """The comparisons with their rows; of an arm its name, its command and the folders of its runs. What has no number,
-    and the step at which nothing ever pays back, is null."""
-    names = ("workload", "task", "device", "processor", "baseline", "start", "verdict", "unlike")
-    plain = [
-        {name: getattr(found, name) for name in names}
-        | {"crossings": list(map(asdict, found.crossings)), "rows": list(map(_plain, found.rows))}
-        for found in comparisons
-    ]
-    return json.dumps(finite(plain), indent=1, allow_nan=False)
+    """The comparisons with their rows; of an arm its name, its command, the folders of its runs, and medians by the
+    names of the record's fields. What has no number, and the step at which nothing ever pays back, is null."""
+    return json.dumps(
+        finite([_plain(found) for found in comparisons]),
+        indent=1,
+        allow_nan=False,
+        default=lambda part: finite(asdict(part)),
+    )
 
 
-def _plain(row: Row) -> dict[str, Any]:
-    cell = row.cell
-    runs = {kind: [str(run.directory) for run in getattr(cell, kind)] for kind in ("cold", "warm", "failed")}
-    figures = {
-        name: value for name, value in asdict(replace(row, cell=Cell(workload="", arm=""))).items() if name != "cell"
-    }
-    return {"arm": cell.arm, "command": cell.command, "runs": runs, **figures}
+def _plain(found: WorkloadComparison) -> dict[str, Any]:
+    rows = []
+    for row in found.rows:
+        cell = row.cell
+        runs = {kind: [str(run.directory) for run in getattr(cell, kind)] for kind in ("cold", "warm", "failed")}
+        figures = {name: one.median for name, _ in FIGURES.values() if (one := figure_of(cell, name)) is not None}
+        own = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "cell"}
+        rows.append({"arm": cell.arm, "command": cell.command, "runs": runs, **own, "figures": figures})
+    return {field.name: getattr(found, field.name) for field in fields(found)} | {"rows": rows}
 
 
 # ---- scaling: one training on several numbers of devices -------------------------------------------------------------
