@@ -310,13 +310,11 @@ def test_help_of_compare_comes_before_overrides(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_help_of_every_command_takes_under_a_second_and_no_torch(name: str, tmp_path: Path) -> None:
+def test_help_of_every_command_imports_nothing_slow(name: str, tmp_path: Path) -> None:
     done = crucible(name, "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"usage: crucible {name}" in done.stdout
-    torch, seconds = done.stderr.split()[-2:]
-    assert torch == "False"
-    assert float(seconds) < 1
+    assert done.stderr.splitlines()[-1] == "slow: []"
 
 
 @pytest.mark.slow
@@ -332,9 +330,10 @@ def test_completion_knows_commands_and_overrides(line: str, choices: list[str], 
     assert crucible("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line).stdout.split() == choices
 
 
+SLOW = {"torch", "lightning", "numpy", "matplotlib", "tensorboard", "transformers"}
 COLD = (
-    "import sys, atexit, time; "
-    "atexit.register(lambda: print('torch' in sys.modules, time.process_time(), file=sys.stderr)); "
+    "import sys, atexit; "
+    f"atexit.register(lambda: print('slow:', sorted({SLOW} & sys.modules.keys()), file=sys.stderr)); "
 )
 MAIN = COLD + "from trainer.cli import main; sys.argv[0] = 'crucible'; main()"
 
@@ -347,7 +346,7 @@ def test_torch_is_not_imported_before_it_is_needed(
 ) -> None:
     monkeypatch.setenv("COMP_LINE", "crucible compile=")
     done = python(MAIN, *arguments, cwd=tmp_path)
-    assert done.stderr.split()[-2] == "False"
+    assert done.stderr.splitlines()[-1] == "slow: []"
     assert done.returncode == (2 if "trainer.max_steps=0" in arguments else 0)
 
 

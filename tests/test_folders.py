@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_a_folder_with_another_runs_work_is_refused_and_stays_as_it_is(
     folder = tmp_path / "run"
     assert said == (
         f"error: hydra.run.dir={folder}: holds the {what} of another run; choose another folder, "
-        f"or continue that run by resume={folder}"
+        f"or continue that run by {shlex.quote(f'resume={folder}')}"
     )
     assert contents(folder) == before
     assert called == []

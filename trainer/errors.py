@@ -137,4 +137,5 @@ def report(error: BaseException, place: str = "") -> None:
         lines = [f"error: {place if place.endswith(file) else file}: {error.strerror or error}"]
     who = environment.speaking(os.environ, alike="torch" not in sys.modules)
     if who is not None:
-        print(hidden("\n".join(f"{who}{line}" for line in lines)), file=sys.stderr, flush=True)
+        # One write, also without a buffer: several processes may share a terminal.
+        print(hidden("".join(f"{who}{line}\n" for line in lines)), end="", file=sys.stderr, flush=True)

@@ -110,9 +110,10 @@ def test_where_the_kernel_does_not_tell_nothing_is_known(monkeypatch: pytest.Mon
 
 def test_a_run_records_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MachineMonitor, "facts", lambda watch: facts(seconds=time.monotonic() - watch._began))
+    began = time.monotonic()
     record = train(tmp_path, "trainer.max_steps=4", strategy="eager")
     assert record.machine is not None
-    assert 0 < record.machine.seconds < 30
+    assert 0 < record.machine.seconds < time.monotonic() - began
     assert RunRecord.load(record.save(tmp_path)).machine == record.machine
     assert summary(record)["machine"] == f"busy while it was measured: {BUSY}; measure again on a quiet one"
     record.machine = None

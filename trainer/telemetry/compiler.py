@@ -240,8 +240,8 @@ class EventReporter:
             self._left -= 1
             more = "" if self._left else " (more of the like is in the record and on TensorBoard's pages only)"
             with contextlib.suppress(OSError, ValueError):  # nobody listens any more
-                # Looked up at each call: a live display puts itself in the place of stderr while it lasts.
-                print(line_about(event) + more, file=sys.stderr, flush=True)
+                # Looked up at each call: a live display puts itself in the place of stderr while it lasts. One write.
+                print(f"{line_about(event)}{more}\n", end="", file=sys.stderr, flush=True)
 
 
 def line_about(event: Event) -> str:
