@@ -289,10 +289,6 @@ class Loop(Protocol):
     ) -> AbstractContextManager[None]:
         """Inside, each training step of the loop calls ``before`` with its arguments and ``after`` with its loss."""
 
-    def around_update(self, before: Callable[[], None], after: Callable[[bool], None]) -> AbstractContextManager[None]:
-        """Inside, each optimizer step of the loop calls ``before`` when its gradients are unscaled and clipped, and
-        ``after`` when it is over; True where the gradient scaler left it out."""
-
     def clip_with(self, clip: Callable[[torch.optim.Optimizer, float], bool]) -> Callable[[], None]:
         """Ask ``clip`` first, with optimizer and largest norm, wherever the loop itself would clip by norm: True where
         it has seen to it. Returns what undoes it."""

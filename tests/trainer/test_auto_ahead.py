@@ -119,7 +119,7 @@ def test_a_step_is_asked_at_every_point_and_once_between_two_steps(monkeypatch: 
     seen, loop = watched(device, monkeypatch)
     assert seen == [True] * 3
     assert device.marks == 3 * POINTS
-    assert not loop._around, "the loop is as it was"
+    assert "step" not in vars(loop.optimizers[0]), "the optimizer is as it was"
     assert "forward_loss" not in vars(loop)
 
 
@@ -135,11 +135,3 @@ def test_one_point_that_the_device_has_come_to_is_enough_to_know_nothing(
 def test_without_a_queue_nothing_is_known_and_the_loop_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainLoop, "around_training_step", None)
     assert watched(None, monkeypatch)[0] == [False] * 3
-
-
-def test_a_gradient_scaler_is_not_asked_whether_it_left_an_update_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainLoop, "scaler", object())
-    monkeypatch.setattr(PlainLoop, "around_update", None)
-    device = Device()
-    assert watched(device, monkeypatch)[0] == [True] * 3
-    assert device.marks == 3 * (POINTS - 2)

@@ -296,6 +296,8 @@ class Ahead:
         self._ahead = True
         self._point()
         if self._last is not None:
+            from trainer.guards.compare import around_steps
+
             trained = [one for one in self._loop.module.parameters() if one.requires_grad and one.is_leaf]
             for parameter in trained[:: max(PARAMETERS, math.ceil(len(trained) / POINTS))] if within_backward else ():
                 if parameter._post_accumulate_grad_hooks is None:
@@ -303,8 +305,7 @@ class Ahead:
                     # None again, where removing the hook alone would leave an empty list of them.
                     self._within.callback(setattr, parameter, "_post_accumulate_grad_hooks", None)
             self._within.enter_context(self._loop.around_training_step(self._point, self._point))
-            if self._loop.scaler is None:  # else looking whether it left the update out would wait for the device
-                self._within.enter_context(self._loop.around_update(self._point, self._point))
+            self._within.enter_context(around_steps(self._loop.optimizers, self._point, self._point))
 
     def _point(self, *_: Any) -> None:
         self._ahead = self._ahead and (self._last is None or not self._last.query())

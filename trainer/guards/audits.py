@@ -25,7 +25,7 @@ from strategies.base import Capture
 from strategies.errors import one_line
 from strategies.loop import Around, Loop, MicroBatch
 from strategies.torch_patches import settle_shards
-from trainer.guards.compare import MULTIPLES, Distances, ParityError, Tensors, perturb, rounding_unit
+from trainer.guards.compare import MULTIPLES, Distances, ParityError, Tensors, around_steps, perturb, rounding_unit
 from trainer.guards.eager import EagerSeen, UpdateSample, eager_forward, left_by_forward
 from trainer.guards.preflight import shapes_of
 from trainer.guards.snapshot import Snapshot
@@ -182,22 +182,22 @@ class Audits:
                 with auditing():
                     self._see_step(pair, loss)
 
-        def before_update() -> None:
+        def before_update(_: Any) -> None:
             with auditing():
                 self._update.keep()
 
-        def after_update(left_out: bool) -> None:
+        def after_update() -> None:
             with auditing():
-                if left_out:
-                    self.facts.not_compared["update"] = "the gradient scaler left this step out"
-                else:
-                    self._compare_update(pair, None)
+                self._compare_update(pair, None)
 
-        with contextlib.ExitStack() as around:
-            around.enter_context(self._loop.around_training_step(before_training_step, after_training_step))
-            if update:
-                around.enter_context(self._loop.around_update(before_update, after_update))
+        optimizers = [self._optimizer] if update else []
+        with (
+            self._loop.around_training_step(before_training_step, after_training_step),
+            around_steps(optimizers, before_update, after_update),
+        ):
             yield pair
+        if update and pair.update is None and self._loop.scaler is not None:
+            self.facts.not_compared.setdefault("update", "no step of the optimizer was seen under the gradient scaler")
 
     def _run_eager(self, pair: Pair, arguments: Mapping[str, Any]) -> None:
         if {"loss", "buffers"} <= self._never.keys():

@@ -8,6 +8,7 @@ draws random numbers of which a compiler may draw others, eager runs under other
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -331,15 +332,28 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def around_steps(
-    optimizers: Iterable[torch.optim.Optimizer], before: Callable[[torch.optim.Optimizer], Any]
+    optimizers: Iterable[torch.optim.Optimizer],
+    before: Callable[[torch.optim.Optimizer], Any],
+    after: Callable[[], Any] = lambda: None,
 ) -> Iterator[None]:
-    """Inside, ``before`` is called when an optimizer is about to change its parameters.
+    """Inside, ``before`` is called when an optimizer is about to change its parameters, and ``after`` once it has.
 
-    An optimizer that is given a closure evaluates it within its step: ``before`` then comes after that.
+    An optimizer that is given a closure evaluates it within its step: ``before`` then comes after that. Not by hooks:
+    gradients are clipped elsewhere for an optimizer that has some.
     """
+    with contextlib.ExitStack() as steps:
+        for optimizer in optimizers:
+            steps.enter_context(patch.object(optimizer, "step", _observed(optimizer, before, after)))
+        yield
 
-    def about_to_step(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> Any:
-        step, *given = arguments
+
+def _observed(
+    optimizer: torch.optim.Optimizer, before: Callable[[torch.optim.Optimizer], Any], after: Callable[[], Any]
+) -> Callable[..., Any]:
+    stepped: Callable[..., Any] = optimizer.step
+
+    @functools.wraps(stepped)  # with the mark by which schedulers know it
+    def step(*given: Any, **named: Any) -> Any:
         closure = given[0] if given else named.get("closure")
 
         def evaluated() -> Any:
@@ -348,10 +362,13 @@ def around_steps(
             return result
 
         if closure is None:
-            return evaluated()
-        return ((step, evaluated, *given[1:]), named) if given else (arguments, {**named, "closure": evaluated})
+            evaluated()
+        elif given:
+            given = (evaluated, *given[1:])
+        else:
+            named = {**named, "closure": evaluated}
+        result = stepped(*given, **named)
+        after()
+        return result
 
-    with contextlib.ExitStack() as hooks:
-        for optimizer in optimizers:
-            hooks.callback(optimizer.register_step_pre_hook(about_to_step).remove)
-        yield
+    return step

@@ -9,7 +9,6 @@ the Trainer's ``training_step``, whatever a subclass made of it. Tried with tran
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -242,21 +241,6 @@ class HuggingFaceLoop(OneProcess):
             self._audit = None
 
         return undo
-
-    @contextlib.contextmanager
-    def around_update(self, before: Callable[[], None], after: Callable[[bool], None]) -> Iterator[None]:
-        optimizer = self._trainer.optimizer
-        stepped = optimizer.step
-
-        @functools.wraps(stepped)  # with the mark by which schedulers know it
-        def step(*given: Any, **named: Any) -> Any:
-            before()
-            result = stepped(*given, **named)
-            after(bool(self._accelerator.optimizer_step_was_skipped))
-            return result
-
-        with replaced(optimizer, "step", step):
-            yield
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
         if self._resumed is not None:

@@ -329,25 +329,6 @@ class LightningLoop(Processes):
         with replaced(automatic, "_training_step", training_step):
             yield
 
-    @contextlib.contextmanager
-    def around_update(self, before: Callable[[], None], after: Callable[[bool], None]) -> Iterator[None]:
-        plugin = self._trainer.precision_plugin
-        closed, stepped = plugin._after_closure, plugin.optimizer_step
-
-        def after_closure(*given: Any) -> None:
-            closed(*given)
-            before()
-
-        def optimizer_step(*given: Any, **named: Any) -> Any:
-            scaler = self.scaler
-            scale = None if scaler is None else scaler.get_scale()
-            result = stepped(*given, **named)
-            after(scaler is not None and scaler.get_scale() < scale)
-            return result
-
-        with replaced(plugin, "_after_closure", after_closure), replaced(plugin, "optimizer_step", optimizer_step):
-            yield
-
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         # Lightning's loops hand these methods to their data fetcher, which calls them around each ``next``.
         # https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/fetchers.py

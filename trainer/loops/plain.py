@@ -72,7 +72,6 @@ class PlainLoop(OneProcess):
         self._progress = Progress()
         self._epoch = self._began = 0
         self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
-        self._around: list[Any] = []
         self._observers = []
 
     def fit(self, loader: Iterable[Any], training: Watcher | None = None) -> Iterator[Tensor | None]:
@@ -163,11 +162,7 @@ class PlainLoop(OneProcess):
     def optimize(self) -> None:
         if self._clip is not None:
             self.clip_gradients(self._clip)
-        with contextlib.ExitStack() as after:
-            for before_update, after_update in self._around:
-                before_update()
-                after.callback(after_update, False)
-            self.optimizers[0].step()
+        self.optimizers[0].step()
         self._progress.steps += 1
 
     def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
@@ -198,14 +193,6 @@ class PlainLoop(OneProcess):
 
     def around_micro_batches(self, around: Around) -> Callable[[], None]:
         return self.take_over(run_within(around))
-
-    @contextlib.contextmanager
-    def around_update(self, before: Callable[[], None], after: Callable[[bool], None]) -> Iterator[None]:
-        self._around.append((before, after))
-        try:
-            yield
-        finally:
-            self._around.remove((before, after))
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
         return lambda: None  # it writes no checkpoint
