@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event
 
-SCHEMA = 7
+SCHEMA = 8
 """Raised when the name or the meaning of a field changes."""
 BATCHES = 20
 """What is trained on unless more are asked for: most shapes come early, and code that compiles anew at each step takes
@@ -53,7 +53,6 @@ class Explanation:
 
     task: str
     strategies: str
-    backend: str
     device: str | None = None
     versions: dict[str, str | None] = field(default_factory=dict)
     batches: int = 0

@@ -25,15 +25,13 @@ examples:
   crucible explain                                     # the default task, as compile=whole would run it
   crucible explain task=captioning compile=regional
   crucible explain experiment=gpt2_smoke compile=whole --json why.json
-  crucible explain compile=whole --backend inductor    # also what Inductor itself fails at
   crucible explain compile=whole --batches 500         # more of an epoch's shapes
 
-Breaks and recompiles need no Inductor: off a GPU the default backend is aot_eager, on one the strategies' own.
+Breaks and recompiles need no Inductor: without a GPU aot_eager stands in for it.
 Exit codes: 0 nothing wrong, 1 graph breaks, recompiles or failures found, 2 wrong arguments, 128 + signal interrupted.
 """
 MAX_TEXTS = 4
 """Failed guards of one line that the terminal shows; JSON has all."""
-BACKENDS = ("configured", "inductor", "aot_eager", "eager")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,21 +46,13 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
         raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
     with Console(stderr=True, highlight=False).status("getting ready") as status:
         with importing():
-            import torch
-
-            from scripts.explain.run import Options, explain
+            from scripts.explain.run import explain
 
         def progress(line: str) -> None:
             stop.check()
             status.update(line)
 
-        chosen = Options(
-            backend=options.backend or ("configured" if torch.cuda.is_available() else "aot_eager"),
-            batches=options.batches,
-            progress=progress,
-            before_steps=stop.install,
-        )
-        explanation = explain(config, chosen)
+        explanation = explain(config, batches=options.batches, progress=progress, before_steps=stop.install)
         stop.check()  # an interrupt that a library swallowed may look like a failure of the compiler
     if options.json is not None:
         options.json.write_text(explanation.as_json(), encoding="utf-8")
@@ -73,7 +63,6 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser("explain", __doc__ or "", EXAMPLES, overrides=True)
     add = made.add_argument
-    add("--backend", choices=BACKENDS, help="compiler; configured = each strategy's own (default: see below)")
     add("--batches", type=positive, default=BATCHES, metavar="N", help=f"batches to train on (default: {BATCHES})")
     add("--json", type=Path, metavar="FILE", help="write everything there, for programs (default: nowhere)")
     return made.parse_intermixed_args(arguments)
@@ -97,7 +86,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
 def _heading(explanation: Explanation) -> str:
     """What was looked at, in two lines."""
     return (
-        f"{explanation.task} under {explanation.strategies}, backend {explanation.backend}, "
+        f"{explanation.task} under {explanation.strategies}, "
         f"torch {explanation.versions.get('torch') or 'n/a'} on {explanation.device or 'n/a'}\n"
         f"{explanation.batches:,} batches trained on"
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 import torch._dynamo.utils as dynamo_utils
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -38,156 +39,148 @@ from trainer.telemetry import hardware
 from trainer.telemetry.compiler import EventReporter
 
 ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"
+NO_INDUCTOR = "what Inductor makes of the graphs: on a CPU aot_eager stands in for it"
 VALIDATION_BATCHES = 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How to explain."""
+def explain(
+    config: Config,
+    *,
+    batches: int = BATCHES,
+    progress: Callable[[str], object] = str,
+    before_steps: Callable[[], object] = int,
+) -> Explanation:
+    """Explain ``config.task`` under ``config.compile``.
 
-    backend: str = "configured"
-    """``inductor``, ``aot_eager`` or ``eager``; ``configured`` leaves each strategy its own."""
-    batches: int = BATCHES
-    """Batches to train on, one a step."""
-    progress: Callable[[str], None] = lambda line: None
-    """Called with a line about what is being done."""
-    before_steps: Callable[[], None] = lambda: None
-    """Called once Lightning has set its signal handlers: for whoever has handlers of their own."""
+    Args:
+        config: The configuration of a run.
+        batches: Batches to train on, one a step.
+        progress: Called with a line about what is being done.
+        before_steps: Called once Lightning has set its signal handlers: for whoever has handlers of their own.
 
-
-def explain(config: Config, options: Options) -> Explanation:
-    """Explain ``config.task`` under ``config.compile``. Raises ValueError for what a run would refuse."""
+    Raises ValueError for what a run would refuse.
+    """
     given = list(config.compile.values())
-    strategies = prepared(given, options.backend)
+    strategies = prepared(given)
     if not strategies:
         raise ValueError(f"compile={label(given)}: compiles nothing, there is nothing to explain")
-    options.progress("building data and model")
-    looks: list[Look] = []
+    progress("building data and model")
+    made_of: list[Compile] = []
 
     def callbacks(compile_: Compile) -> list[L.Callback]:
-        looks.append(Look(compile_, options))
-        return [compile_, *looks]
+        made_of.append(compile_)
+        return [compile_, Quiet(compile_, progress, before_steps)]
 
     with training(
         config,
         strategies,
         callbacks,
-        max_steps=options.batches,
+        max_steps=batches,
         accumulate_grad_batches=1,  # what comes after the first batch comes after the first step: see EXPECTED
-        val_every_n_steps=-(-options.batches // 2) if config.trainer.val_every_n_steps else 0,
+        val_every_n_steps=-(-batches // 2) if config.trainer.val_every_n_steps else 0,
         val_batches=VALIDATION_BATCHES,
         checkpoint_every_n_steps=None,
         warmup_steps=0,
     ) as made:
-        explanation = looks[0].fit(made.trainer, made.module, given, datamodule=made.data)
+        explanation = explained(made_of[0], made.trainer, made.module, given, datamodule=made.data)
     if several_devices(config):
         explanation.not_looked_at.append(ONE_DEVICE.format("looked at"))
     return explanation
 
 
 def explain_module(
-    module: L.LightningModule,
-    loader: Any,
-    strategies: Iterable[Strategy],
-    options: Options | None = None,
-    **declared: Any,
+    module: L.LightningModule, loader: Any, strategies: Iterable[Strategy], *, batches: int = BATCHES, **declared: Any
 ) -> Explanation:
-    """Explain any module trained on ``loader``; ``declared`` are further arguments of ``trainer.callback.Compile``."""
-    options, given = options or Options(), list(strategies)
+    """Explain any module trained on ``batches`` of ``loader``; ``declared`` are further arguments of ``Compile``."""
+    given = list(strategies)
     compile_ = Compile(
-        prepared(given, options.backend),
-        parity="off",
-        warmup_steps=0,
-        measure_peak=False,
-        save=False,
-        verbose=False,
-        **declared,
+        prepared(given), parity="off", warmup_steps=0, measure_peak=False, save=False, verbose=False, **declared
     )
     compile_.record.task = type(module).__name__
-    look = Look(compile_, options)
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:
-        trainer = throwaway_trainer(folder, [compile_, look], max_epochs=1, max_steps=options.batches)
-        return look.fit(trainer, module, given, train_dataloaders=loader)
+        trainer = throwaway_trainer(folder, [compile_, Quiet(compile_)], max_epochs=1, max_steps=batches)
+        return explained(compile_, trainer, module, given, train_dataloaders=loader)
 
 
-def prepared(strategies: Iterable[Strategy], backend: str) -> list[Strategy]:
-    """Copies of ``strategies`` that compile with ``backend``, let graphs break and store nothing.
+def prepared(strategies: Iterable[Strategy]) -> list[Strategy]:
+    """Copies of ``strategies`` that let graphs break and store nothing, and without a GPU do without Inductor.
 
     Raises ValueError where it is still to be chosen what they are.
     """
     strategies = list(strategies)
     refuse_choice(strategies)
-    return [changed(strategy, backend) for strategy in strategies if strategy.name != "cached"]
+    return [changed(strategy) for strategy in strategies if strategy.name != "cached"]
 
 
-def changed(options: Any, backend: str) -> Any:
+def changed(options: Any) -> Any:
     """A copy of a strategy, or of a part of ``modular``, for ``prepared``."""
     names = {option.name for option in dataclasses.fields(options)}
     changes: dict[str, Any] = {}
     if isinstance(options, Modular):
-        changes["parts"] = {name: changed(part, backend) for name, part in options.parts.items()}
+        changes["parts"] = {name: changed(part) for name, part in options.parts.items()}
     if "fullgraph" in names and not isinstance(options, Optimizer):  # an update has no graph breaks to allow
         changes["fullgraph"] = False
-    if "backend" in names and backend not in ("configured", options.backend):
-        changes["backend"] = backend
-        inductors = {} if backend == "inductor" else {"mode": "default", "options": {}}
-        changes |= {name: value for name, value in inductors.items() if name in names}
+    if "backend" in names and options.backend == "inductor" and not torch.cuda.is_available():
+        changes |= {"backend": "aot_eager", "mode": "default", "options": {}}
     return dataclasses.replace(options, **changes)
 
 
-class Look(L.Callback):
-    """Comes after ``Compile``, whose telemetry records what the steps compile."""
+class Quiet(L.Callback):
+    """Comes after ``Compile``: what a run logs line by line is reported at the end."""
 
-    def __init__(self, compile_: Compile, options: Options) -> None:
-        self._compile, self._options = compile_, options
+    def __init__(
+        self,
+        compile_: Compile,
+        progress: Callable[[str], object] = str,
+        before_steps: Callable[[], object] = int,
+    ) -> None:
+        self._compile, self._progress, self._before_steps = compile_, progress, before_steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What a run logs line by line is reported at the end."""
         self._compile.telemetry.reporter = EventReporter(enabled=False)
-        self._options.before_steps()
+        self._before_steps()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         number = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        self._options.progress(f"batch {number} of {self._options.batches}: forward, backward, optimizer step")
+        self._progress(f"batch {number} of {trainer.max_steps}: forward, backward, optimizer step")
 
-    def fit(self, trainer: L.Trainer, module: L.LightningModule, given: Sequence[Strategy], **data: Any) -> Explanation:
-        """Train; a compile that fails is something to explain, every other error is the user's."""
-        failures: list[str] = []
-        compiled_before = len(dynamo_utils.get_compilation_metrics())
-        try:
-            with quiet_compiler():
-                trainer.fit(module, **data)
-        except Exception as error:
-            if not is_compile_error(error) and not isinstance(error, CompiledNothing):
-                raise
-            failures.append(one_line(error))
-        record, compiler = self._compile.record, self._compile.telemetry.compiler
-        compiler.collect()
-        fallbacks = [f"{one.texts[0]} ({one.where or 'n/a'})" for one in findings(compiler.events, "fallback")]
-        explanation = Explanation(
-            task=record.task,
-            strategies=label(given),
-            backend=self._options.backend,
-            device=hardware.device_name(trainer.strategy.root_device),
-            versions=hardware.versions(),
-            batches=trainer.fit_loop.epoch_loop.total_batch_idx + 1,
-            breaks=findings(compiler.events, "graph_break"),
-            recompiles=findings(compiler.events, "recompile"),
-            failures=list(dict.fromkeys([*fallbacks, *failures, *record.eager_parts.values()])),
-            notes=list(record.notes),
-        )
-        metrics = dynamo_utils.get_compilation_metrics()[compiled_before:]
-        skips = Counter(" ".join(one.cudagraph_skip_reason.split()) for one in metrics if one.cudagraph_skip_reason)
-        explanation.notes += [f"{count} graphs left out of CUDA graphs: {reason}" for reason, count in skips.items()]
-        if self._options.backend in ("aot_eager", "eager"):
-            explanation.not_looked_at.append("what Inductor makes of the graphs: --backend inductor")
-        if self._options.backend == "eager":
-            explanation.not_looked_at.append("backward graphs: --backend aot_eager")
-        if any(strategy.name == "cached" for strategy in given):
-            explanation.not_looked_at.append("cached: left out, so that no store is read or written")
-        return explanation
+
+def explained(
+    compile_: Compile, trainer: L.Trainer, module: L.LightningModule, given: Sequence[Strategy], **data: Any
+) -> Explanation:
+    """Train; a compile that fails is something to explain, every other error is the user's."""
+    failures: list[str] = []
+    compiled_before = len(dynamo_utils.get_compilation_metrics())
+    try:
+        with quiet_compiler():
+            trainer.fit(module, **data)
+    except Exception as error:
+        if not is_compile_error(error) and not isinstance(error, CompiledNothing):
+            raise
+        failures.append(one_line(error))
+    record, compiler = compile_.record, compile_.telemetry.compiler
+    compiler.collect()
+    fallbacks = [f"{one.texts[0]} ({one.where or 'n/a'})" for one in findings(compiler.events, "fallback")]
+    metrics = dynamo_utils.get_compilation_metrics()[compiled_before:]
+    skips = Counter(" ".join(one.cudagraph_skip_reason.split()) for one in metrics if one.cudagraph_skip_reason)
+    skipped = [f"{count} graphs left out of CUDA graphs: {reason}" for reason, count in skips.items()]
+    not_looked_at = [] if torch.cuda.is_available() else [NO_INDUCTOR]
+    if any(strategy.name == "cached" for strategy in given):
+        not_looked_at.append("cached: left out, so that no store is read or written")
+    return Explanation(
+        task=record.task,
+        strategies=label(given),
+        device=hardware.device_name(trainer.strategy.root_device),
+        versions=hardware.versions(),
+        batches=trainer.fit_loop.epoch_loop.total_batch_idx + 1,
+        breaks=findings(compiler.events, "graph_break"),
+        recompiles=findings(compiler.events, "recompile"),
+        failures=list(dict.fromkeys([*fallbacks, *failures, *record.eager_parts.values()])),
+        notes=[*record.notes, *skipped],
+        not_looked_at=not_looked_at,
+    )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scripts.explain import Explanation
-from scripts.explain.run import Options, explain_module
+from scripts.explain.run import explain_module
 from strategies import Whole
 from tests.explain.planted import Trained, like, loader
 
@@ -26,9 +26,8 @@ def clean_compiler() -> Iterator[None]:
 def looked() -> Callable[..., Explanation]:
     """Explain a planted module over some batches; by default four of one shape."""
 
-    def look(planted: nn.Module, batches: list[Any] | None = None, **options: Any) -> Explanation:
-        chosen = Options(**{"backend": "eager", **options})
+    def look(planted: nn.Module, batches: list[Any] | None = None) -> Explanation:
         given = like(2, 2, 2, 2) if batches is None else batches
-        return explain_module(Trained(planted), loader(given), [Whole()], chosen, whole=["planted"])
+        return explain_module(Trained(planted), loader(given), [Whole(backend="eager")], whole=["planted"])
 
     return look

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from scripts.explain import Explanation
-from scripts.explain.run import Options, explain, explain_module, prepared
+from scripts.explain.run import explain, explain_module, prepared
 from strategies import Cached, Modular, Optimizer, Part, Regional, Strategy, Whole
 from tests.explain import planted
 from tests.explain.planted import Trained, like, loader
 from tests.trainer.runs import SMALLEST
 from trainer.config import compose
-
-EAGER = Options(backend="eager")
 
 
 @pytest.fixture
@@ -29,9 +27,9 @@ def small(edge: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     before = torch.get_float32_matmul_precision()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def look(task: str, *overrides: str, **options: Any) -> Explanation:
-        config = compose([f"task={task}", *SMALLEST[task], *overrides])
-        explanation = explain(config, Options(**{"backend": "eager", **options}))
+    def look(*overrides: str, **options: Any) -> Explanation:
+        given = [] if "compile.regional.backend=aot_eager" in overrides else ["compile.regional.backend=eager"]
+        explanation = explain(compose(["task=micro", *SMALLEST["micro"], *overrides, *given]), **options)
         assert [file.name for file in tmp_path.iterdir() if file.name != "cache"] == []
         assert torch.get_float32_matmul_precision() == before
         return explanation
@@ -40,21 +38,18 @@ def small(edge: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 
 def test_a_task_that_compiles_is_no_problem(small: Callable[..., Explanation]) -> None:
-    explanation = small("micro", "compile=regional", "trainer.val_every_n_steps=100", backend="aot_eager", batches=4)
+    backend = "compile.regional.backend=aot_eager"
+    explanation = small("compile=regional", "trainer.val_every_n_steps=100", backend, batches=4)
     assert explanation.batches == 4
     assert explanation.recompiles, "graphs of validation"
     assert explanation.problems == 0
     assert all(recompile.expected for recompile in explanation.recompiles)
-    assert (explanation.task, explanation.strategies, explanation.backend) == (
-        "micro ragged",
-        "regional",
-        "aot_eager",
-    )
+    assert (explanation.task, explanation.strategies) == ("micro ragged", "regional")
 
 
 def test_shapes_that_buckets_warms_are_no_problem(small: Callable[..., Explanation]) -> None:
     overrides = ("compile=[regional,buckets]", "compile.buckets.count=2", "task.pad_to=null")
-    explanation = small("micro", *overrides, "trainer.val_every_n_steps=0")
+    explanation = small(*overrides, "trainer.val_every_n_steps=0")
     assert explanation.problems == 0
     assert any("size mismatch" in each.texts[0] for each in explanation.recompiles)
 
@@ -63,7 +58,7 @@ def test_ragged_batches_of_an_epoch_are_a_problem_where_no_strategy_takes_care_o
     small: Callable[..., Explanation],
 ) -> None:
     more = ("task.pad_to=null", "trainer.val_every_n_steps=0", "trainer.accumulate_grad_batches=8")
-    explanation = small("micro", "compile=regional", *more)
+    explanation = small("compile=regional", *more)
     assert explanation.unexpected
     assert all("size mismatch" in text for recompile in explanation.unexpected for text in recompile.texts)
 
@@ -81,8 +76,8 @@ def test_copies_of_several_sizes_that_share_their_code_are_no_problem() -> None:
                 x = block(x)
             return x
 
-    strategies = [Regional(parts=[])]
-    explanation = explain_module(Trained(Narrowing()), loader(like(2, 2)), strategies, EAGER, blocks=["planted.blocks"])
+    strategies = [Regional(parts=[], backend="eager")]
+    explanation = explain_module(Trained(Narrowing()), loader(like(2, 2)), strategies, blocks=["planted.blocks"])
     # The first copy's input needs no gradient, the last copy is narrower.
     texts = "".join(text for one in explanation.recompiles for text in one.texts)
     assert "requires_grad" in texts
@@ -93,7 +88,7 @@ def test_copies_of_several_sizes_that_share_their_code_are_no_problem() -> None:
 def test_a_module_keeps_its_class_keys_and_calls() -> None:
     module = Trained(planted.Planted())
     keys = list(module.state_dict())
-    explain_module(module, loader(like(2)), [Whole()], EAGER, whole=["planted"])
+    explain_module(module, loader(like(2)), [Whole(backend="eager")], whole=["planted"])
     assert list(module.state_dict()) == keys
     assert copy.deepcopy(module.planted)._compiled_call_impl is None, "torch drops compiled calls from copies"
 
@@ -101,7 +96,7 @@ def test_a_module_keeps_its_class_keys_and_calls() -> None:
 def test_too_many_recompiles_are_a_failure_that_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 2)
     module, sizes = Trained(planted.Planted()), like(2, 3, 4, 5, 6)
-    explanation = explain_module(module, loader(sizes), [Whole(dynamic=False)], EAGER, whole=["planted"])
+    explanation = explain_module(module, loader(sizes), [Whole(dynamic=False, backend="eager")], whole=["planted"])
     assert any("recompile_limit" in failure for failure in explanation.failures)
     assert explanation.problems > len(explanation.failures)
 
@@ -112,35 +107,37 @@ def test_an_error_in_the_users_code_is_not_swallowed() -> None:
             raise KeyError("mine")
 
     with pytest.raises(Exception, match="mine"):
-        explain_module(Trained(Broken()), loader(like(2)), [Whole()], EAGER, whole=["planted"])
+        explain_module(Trained(Broken()), loader(like(2)), [Whole(backend="eager")], whole=["planted"])
 
 
 @pytest.mark.parametrize(
-    ("strategy", "backend", "expected"),
+    ("strategy", "without_gpu", "with_gpu"),
     [
-        (Whole(mode="max-autotune", options={"combo_kernels": True}), "aot_eager", Whole(backend="aot_eager")),
-        (Whole(options={"max_autotune": True}), "eager", Whole(backend="eager")),
-        (Whole(mode="max-autotune"), "configured", Whole(mode="max-autotune")),
-        (Regional(fullgraph=True), "inductor", Regional(fullgraph=False)),
-        (Optimizer(), "eager", Optimizer(backend="eager")),
+        (Whole(mode="max-autotune", options={"combo_kernels": True}), Whole(backend="aot_eager"), None),
+        (Whole(backend="eager"), Whole(backend="eager"), None),
+        (Regional(fullgraph=True), Regional(backend="aot_eager", fullgraph=False), Regional(fullgraph=False)),
+        (Optimizer(), Optimizer(backend="aot_eager"), Optimizer()),
         (
-            Modular(parts={"a": Part(mode="reduce-overhead"), "b": Part(how="off")}),
-            "eager",
+            Modular(parts={"a": Part(mode="reduce-overhead"), "b": Part(how="off", backend="eager")}),
             Modular(
                 parts={
-                    "a": Part(backend="eager", fullgraph=False),
+                    "a": Part(backend="aot_eager", fullgraph=False),
                     "b": Part(how="off", backend="eager", fullgraph=False),
                 }
             ),
+            None,
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    ids=lambda value: value and value.name,
 )
-def test_a_strategy_gets_another_backend_without_what_belongs_to_the_first(
-    strategy: Strategy, backend: str, expected: Strategy
+def test_without_a_gpu_another_backend_stands_in_for_inductor_and_what_belongs_to_it(
+    strategy: Strategy, without_gpu: Strategy, with_gpu: Strategy | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert prepared([strategy], backend) == [expected]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert prepared([strategy]) == [without_gpu]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert with_gpu is None or prepared([strategy]) == [with_gpu]
 
 
 def test_stores_are_neither_read_nor_written() -> None:
-    assert [each.name for each in prepared([Whole(), Cached()], "eager")] == ["whole"]
+    assert [each.name for each in prepared([Whole(), Cached()])] == ["whole"]

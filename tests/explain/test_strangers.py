@@ -8,16 +8,14 @@ from typing import Any
 import lightning as L
 
 from scripts.explain import Explanation
-from scripts.explain.run import Options, explain_module
+from scripts.explain.run import explain_module
 from strategies import Regional, Whole
 from tests.trainer.test_other_peoples_models import Demo, gpt2, tokens
 from trainer.telemetry.source import line_at, shown
 
-QUICK = Options(backend="eager")
-
 
 def look(make: Callable[[], L.LightningModule], data: Callable[[], Any], *strategies: Any) -> Explanation:
-    return explain_module(make(), data(), strategies or [Whole()], QUICK)
+    return explain_module(make(), data(), strategies or [Whole(backend="eager")])
 
 
 def test_a_model_that_compiles_whole_is_no_alarm() -> None:
@@ -38,7 +36,7 @@ def test_lightnings_demo_breaks_within_torch_and_is_shown_at_its_own_line() -> N
 
 
 def test_a_key_value_cache_while_training_is_found_with_the_flag_that_changes() -> None:
-    explanation = look(lambda: gpt2(use_cache=True), tokens, Regional())
+    explanation = look(lambda: gpt2(use_cache=True), tokens, Regional(backend="eager"))
     assert explanation.breaks == []
     assert explanation.unexpected
     assert all(" == False" in text or " == True" in text for each in explanation.unexpected for text in each.texts)
