@@ -66,10 +66,10 @@ def test_where_nothing_is_installed_each_package_is_missed_by_name(stub: Path) -
 
 def test_a_torch_that_crashes_or_hangs_ends_its_own_process_only(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub.write_text(f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})\n")
-    assert [one.message for one in with_torch("look")] == ["no: it was killed by SIGSEGV"]
+    assert [one.message for one in with_torch()] == ["no: it was killed by SIGSEGV"]
     stub.write_text("import time; time.sleep(60)\n")
     monkeypatch.setattr(doctor, "SECONDS", 0.5)
-    assert [one.message for one in with_torch("look")] == ["no: it took longer than 0.5 s and was stopped"]
+    assert [one.message for one in with_torch()] == ["no: it took longer than 0.5 s and was stopped"]
 
 
 def test_a_driver_that_crashes_is_an_error_behind_what_was_found(stub: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_driver_that_crashes_is_an_error_behind_what_was_found(stub: Path) -> 
         "__version__, version = '2.15.0', types.SimpleNamespace(cuda='13.2', hip=None)\n"
         f"cuda = types.SimpleNamespace(is_available=lambda: os.kill(os.getpid(), {int(signal.SIGABRT)}))\n"
     )
-    imported, cuda = with_torch("look")
+    imported, cuda = with_torch()
     assert (imported.status, imported.message) == (OK, "2.15.0 (CUDA 13.2)")
     assert (cuda.status, cuda.message) == (ERROR, "using the device failed: it was killed by SIGABRT")
 
@@ -87,7 +87,7 @@ def test_a_tiny_function_is_compiled_for_real_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    *_, compiler, finding = with_torch("compile")
+    *_, compiler, finding = with_torch()
     assert (compiler.name, compiler.status, finding.name) == ("c++ compiler", OK, "compile")
     assert finding.message.startswith("a tiny function, forward and backward, on cpu in ")
     assert list(tmp_path.iterdir()) == []
@@ -104,20 +104,13 @@ def compile(function):
 
 def test_a_compiler_that_raises_is_an_error(stub: Path) -> None:
     stub.write_text(CPU_TORCH)
-    *_, finding = with_torch("compile")
+    *_, finding = with_torch()
     assert finding.message == "a tiny function does not compile: RuntimeError: Failed to find a C compiler"
-
-
-def test_nothing_is_compiled_where_an_error_came_before(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub.write_text(CPU_TORCH)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    *_, compiler, finding = with_torch("compile")
-    assert (compiler.status, finding.status, finding.message) == (ERROR, WARNING, "not tried")
 
 
 def test_a_compiler_that_is_switched_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    *_, finding = with_torch("compile")
+    *_, finding = with_torch()
     assert (finding.status, finding.message) == (ERROR, "nothing was compiled: the compiler is switched off")
 
 
@@ -132,7 +125,7 @@ def test_of_a_traceback_the_error_is_told_not_the_advice() -> None:
     [
         (0, "13.2", "", OK, "no NVIDIA device"),
         (2, "13.2", "driver is too old", ERROR, "2 boards, but torch cannot use them: driver is too old"),
-        (2, None, "", WARNING, "2 boards, but this torch is built without CUDA"),
+        (2, None, "", WARNING, "2 boards, but torch cannot use them: it is built without CUDA"),
     ],
 )
 def test_what_torch_says_of_cuda_is_judged_by_the_boards_that_are_there(
@@ -150,20 +143,19 @@ def test_devices_that_the_user_hides_are_no_fault(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("major", "works", "free_gib", "status", "said"),
+    ("major", "free_gib", "status", "said"),
     [
-        (9, True, 70.0, OK, "a GPU, compute capability 9.1, 70.0 of 79.0 GiB free"),
-        (6, True, 70.0, ERROR, "compute capability 6.1"),
-        (9, False, 70.0, ERROR, "a product of matrices of ones is wrong"),
-        (9, True, 0.2, WARNING, "0.2 of 79.0 GiB free"),
+        (9, 70.0, OK, "a GPU, compute capability 9.1, 70.0 of 79.0 GiB free"),
+        (6, 70.0, ERROR, "compute capability 6.1"),
+        (9, 0.2, WARNING, "0.2 of 79.0 GiB free"),
     ],
 )
 def test_each_device_is_judged(
-    major: int, works: bool, free_gib: float, status: str, said: str, monkeypatch: pytest.MonkeyPatch
+    major: int, free_gib: float, status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda package: "3.7")
     properties: Any = SimpleNamespace(name="a GPU", major=major, minor=1)
-    finding = device(0, properties, works=works, free_gib=free_gib, total_gib=79.0)
+    finding = device(0, properties, free_gib=free_gib, total_gib=79.0)
     assert finding.status == status
     assert said in finding.message
 
@@ -172,9 +164,7 @@ GPU_TORCH = """
 import types
 __version__, version = {version!r}, types.SimpleNamespace(cuda="13.2", hip=None)
 _C = types.SimpleNamespace(_cuda_getDriverVersion=lambda: 13020)
-class ones(list):
-    def __init__(self, *size, device): super().__init__()
-    def __matmul__(self, other): return {{(0, 0): 64.0}}
+ones = lambda *size, device: types.SimpleNamespace(sum=lambda: types.SimpleNamespace(item=lambda: 1.0))
 cuda = types.SimpleNamespace(
     is_available=lambda: True, device_count=lambda: 1, mem_get_info=lambda number: (70 << 30, 79 << 30),
     get_device_properties=lambda number: types.SimpleNamespace(name="a GPU", major=9, minor=0),
@@ -185,9 +175,9 @@ cuda = types.SimpleNamespace(
 
 def test_a_cudnn_whose_backward_is_wrong_is_told(stub: Path) -> None:
     stub.write_text(GPU_TORCH.format(version="2.11.0+cu130"))
-    found = list(with_torch("look"))
+    *found, _ = with_torch()
     assert [one.name for one in found] == ["torch imports", "cuda driver", "device 0", "attention", "c++ compiler"]
     assert found[1].message == "for CUDA 13.2, torch is built with 13.2"
     assert (found[-2].status, "NaN at lengths of 64 modulo 128" in found[-2].message) == (WARNING, True)
     stub.write_text(GPU_TORCH.format(version="2.15.0"))
-    assert "attention" not in {one.name for one in with_torch("look")}
+    assert "attention" not in {one.name for one in with_torch()}

@@ -79,35 +79,19 @@ def error(name: str, message: str, fix: str) -> Finding:
 
 
 def call(command: Sequence[str], *, seconds: float, environment: Mapping[str, str]) -> tuple[str, str | None]:
-    """Run ``command`` to its end or for ``seconds``; what it has started ends with it, at a Ctrl-C too.
+    """Run ``command`` to its end or for ``seconds``.
 
     Returns what it printed, and why it did not end well, in a line, or None where it did.
     """
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, **environment},
-        start_new_session=True,
-    )
-    late = False
+    merged = {**os.environ, **environment}
     try:
-        try:
-            output, errors = child.communicate(timeout=seconds)
-        finally:
-            late = child.returncode is None
-            if late:
-                os.killpg(child.pid, signal.SIGKILL)
-    except subprocess.TimeoutExpired:
-        output, errors = child.communicate()
-    if late:
-        return output, f"it took longer than {seconds:g} s and was stopped"
-    if child.returncode < 0:
-        return output, f"it was killed by {signal.Signals(-child.returncode).name}"
-    return output, reason(errors) if child.returncode else None
+        done = subprocess.run(command, capture_output=True, timeout=seconds, env=merged, check=False)
+    except subprocess.TimeoutExpired as late:
+        return (late.stdout or b"").decode(errors="replace"), f"it took longer than {seconds:g} s and was stopped"
+    output = done.stdout.decode(errors="replace")
+    if done.returncode < 0:
+        return output, f"it was killed by {signal.Signals(-done.returncode).name}"
+    return output, reason(done.stderr.decode(errors="replace")) if done.returncode else None
 
 
 def reason(errors: str) -> str:

@@ -5,7 +5,7 @@ Works before anything else does: without torch, without a compiler, without a GP
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
 import sys
@@ -20,7 +20,6 @@ from strategies.options import cache_directories
 EXAMPLES = """\
 examples:
   crucible doctor
-  crucible doctor --no-compile              # seconds, without compiling anything
 
 Every line is ok, warning (it works, but worse than it could) or error (a run would fail), with the fix below it.
 Exit codes: 0 no error, 1 an error, 2 wrong arguments.
@@ -31,16 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = parser("doctor", __doc__ or "", EXAMPLES)
-    made.add_argument("--no-compile", action="store_true", help="compile nothing (default: a tiny function, last)")
-    options = made.parse_args(arguments)
-    return exit_code(lambda _: examined(options))
+    parser("doctor", __doc__ or "", EXAMPLES).parse_args(arguments)
+    return exit_code(lambda _: examined())
 
 
-def examined(options: argparse.Namespace) -> int:
-    """Print every finding as it comes; returns the exit code."""
+def examined() -> int:
+    """Print every finding as it comes, the quick ones first; returns the exit code."""
     found = {ERROR: 0, WARNING: 0}
-    for finding in diagnosis(compiles=not options.no_compile):
+    for finding in itertools.chain(packages(), places(), limits(), variables(), with_torch()):
         print(finding, flush=True)
         if finding.status in found:
             found[finding.status] += 1
@@ -48,18 +45,9 @@ def examined(options: argparse.Namespace) -> int:
     return int(found[ERROR] > 0)
 
 
-def diagnosis(*, compiles: bool) -> Iterator[Finding]:
-    """Every finding, the quick ones first."""
-    yield from packages()
-    yield from places()
-    yield from limits()
-    yield from variables()
-    yield from with_torch("compile" if compiles else "look")
-
-
-def with_torch(what: str) -> Iterator[Finding]:
-    """What a process of its own finds: torch's import, the driver, each device, what compiles for it and, for
-    ``compile``, whether a tiny function does. A driver may hang or crash who asks it."""
+def with_torch() -> Iterator[Finding]:
+    """What a process of its own finds: torch's import, the driver, each device, what compiles for it and whether a tiny
+    function does. A driver may hang or crash who asks it."""
     if sys.stderr.isatty():
         print(f"asking torch, {SECONDS:g} s at most ...", file=sys.stderr, flush=True)
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
@@ -67,7 +55,7 @@ def with_torch(what: str) -> Iterator[Finding]:
         # Empty caches, so that something is really compiled.
         caches = {variable: f"{folder}/{variable}" for variable in cache_directories()}
         output, failed = call(
-            [sys.executable, "-P", "-m", "scripts.doctor.probe", what],
+            [sys.executable, "-P", "-m", "scripts.doctor.probe"],
             seconds=SECONDS,
             environment={**caches, "PYTHONPATH": path},
         )

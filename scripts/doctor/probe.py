@@ -1,4 +1,4 @@
-"""Asks torch about its devices, or has it compile a tiny function. Run as a process; prints findings as lines of JSON.
+"""Asks torch about its devices, and has it compile a tiny function. Run as a process; prints findings as lines of JSON.
 
 A driver may hang or crash whoever asks it; how far this came says where.
 """
@@ -9,14 +9,13 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.doctor import COMPILES, ERROR, GIB, Finding, error, ok, warning
+from scripts.doctor import COMPILES, GIB, Finding, error, ok, warning
 from strategies.options import cpp_compiler, cudnn_attention_fails, missing_toolchain, triton_lacks
 
 if TYPE_CHECKING:
@@ -45,15 +44,9 @@ def devices() -> Iterator[Finding]:
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()  # private: torch has no public name for it
     yield ok("cuda driver", f"for CUDA {driver // 1000}.{driver % 1000 // 10}, torch is built with {cuda}")
     for number in range(torch.cuda.device_count()):
-        product = torch.ones(64, 64, device=f"cuda:{number}") @ torch.ones(64, 64, device=f"cuda:{number}")
+        torch.ones(64, 64, device=f"cuda:{number}").sum().item()  # raises where this torch has no kernels for it
         free, total = torch.cuda.mem_get_info(number)
-        yield device(
-            number,
-            torch.cuda.get_device_properties(number),
-            works=float(product[0, 0]) == 64.0,
-            free_gib=free / GIB,
-            total_gib=total / GIB,
-        )
+        yield device(number, torch.cuda.get_device_properties(number), free_gib=free / GIB, total_gib=total / GIB)
         if cudnn_attention_fails(torch.__version__, torch.cuda.get_device_capability(number)):
             yield warning(
                 "attention",
@@ -64,25 +57,15 @@ def devices() -> Iterator[Finding]:
 
 def without_cuda(boards: int, cuda: str | None, why: str) -> Finding:
     """Torch, built with ``cuda``, has no device, and says ``why`` or nothing; ``boards`` are in the machine."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not boards:
-        return ok("cuda", "no NVIDIA device: runs use the CPU" + (f" ({why})" if why else ""))
-    if hidden is not None and hidden in ("", "-1"):
-        return ok("cuda", f"{boards} boards, hidden by CUDA_VISIBLE_DEVICES={hidden!r}: runs use the CPU")
-    if cuda is None:
-        fix = "install a torch with CUDA: https://pytorch.org/get-started/locally"
-        return warning("cuda", f"{boards} boards, but this torch is built without CUDA", fix)
-    return error(
-        "cuda",
-        f"{boards} boards, but torch cannot use them: {why or 'torch does not say why'}",
-        f"update the driver to one for CUDA {cuda}, or install a torch for an older CUDA",
-    )
+    if not boards or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ok("cuda", "no NVIDIA device is to be seen: runs use the CPU" + (f" ({why})" if why else ""))
+    why = why or ("it is built without CUDA" if cuda is None else "it does not say why")
+    fix = "install a torch that is built for this driver: https://pytorch.org/get-started/locally, or update the driver"
+    return (warning if cuda is None else error)("cuda", f"{boards} boards, but torch cannot use them: {why}", fix)
 
 
-def device(
-    number: int, properties: torch.cuda._CudaDeviceProperties, *, works: bool, free_gib: float, total_gib: float
-) -> Finding:
-    """Whether a device computes, can be compiled for, and has memory left."""
+def device(number: int, properties: torch.cuda._CudaDeviceProperties, *, free_gib: float, total_gib: float) -> Finding:
+    """Whether a device can be compiled for, and has memory left."""
     try:
         triton: str | None = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -90,8 +73,6 @@ def device(
     name, capability = f"device {number}", (properties.major, properties.minor)
     message = f"{properties.name}, compute capability {capability[0]}.{capability[1]}"
     message += f", {free_gib:.1f} of {total_gib:.1f} GiB free"
-    if not works:
-        return error(name, f"{message}: a product of matrices of ones is wrong", "nvidia-smi -q shows memory errors")
     if lacks := triton_lacks(triton is not None, properties.name, capability):
         return error(name, message, lacks)
     if free_gib < LITTLE_DEVICE_GIB:
@@ -101,25 +82,21 @@ def device(
 
 
 def cpp(*, needed: bool) -> Finding:
-    """Whether there is a compiler. On a machine whose kernels Triton writes it is not ``needed``."""
+    """Whether there is a compiler. With a device, whose kernels Triton writes, it is not ``needed``."""
     if missing := missing_toolchain():
         message, _, fix = missing.rpartition(": ")
         return (error if needed else warning)(COMPILES, message, fix)
     return ok(COMPILES, cpp_compiler())
 
 
-def findings(*, compiles: bool) -> Iterator[Finding]:
-    """Devices, what compiles for them and, where no error came before, a tiny function."""
-    found = []
+def findings() -> Iterator[Finding]:
+    """Devices, what compiles for them, and a tiny function that is compiled."""
+    has_device = False
     for finding in devices():
-        found.append(finding)
+        has_device |= finding.name.startswith("device")
         yield finding
-    found.append(cpp(needed=not any(one.name.startswith("device") for one in found)))
-    yield found[-1]
-    if compiles and any(one.status == ERROR for one in found):
-        yield warning("compile", "not tried", "fix the errors above first")
-    elif compiles:
-        yield tiny()
+    yield cpp(needed=not has_device)
+    yield tiny()
 
 
 def tiny() -> Finding:
@@ -151,5 +128,5 @@ def tiny() -> Finding:
 
 
 if __name__ == "__main__":
-    for finding in findings(compiles=sys.argv[1:] == ["compile"]):
+    for finding in findings():
         print(json.dumps(dataclasses.asdict(finding)), flush=True)  # at once: what comes next may end the process
