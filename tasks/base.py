@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 MAX_WORKERS = 1024
 """Loader processes of a device: more would take a machine's memory before anything fails."""
 INITIALISE = ("auto", "host", "device")
+PAD, BEGIN, END = 0, 1, 2
+"""Ids of the special tokens."""
+SPECIAL_TOKENS = ["<pad>", "<begin>", "<end>"]
+IGNORED = -100
+"""Target that is no target: padding, or a token that was not masked. torch's default for ``cross_entropy``."""
+
+
+Ragged = tuple[tuple[str, int, float, int], ...]
+"""Of each tensor of ragged length in a batch: field, dimension, padding value, positions beyond the computed length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +47,8 @@ class Declaration:
     """Containers (ModuleList or Sequential) of repeated blocks; ``regional`` compiles each kind of block once."""
     parts: tuple[str, ...] = ()
     """Other submodules worth a region of their own: embeddings, the final norm with head and loss."""
-    ragged: tuple[tuple[str, int, float, int], ...] = ()
-    """Tensors of ragged length in a batch: (field, dimension, padding value, positions beyond the computed length),
-    see ``strategies.Ragged``."""
+    ragged: Ragged = ()
+    """Tensors of ragged length in a batch, see ``strategies.Ragged``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +107,15 @@ class Task:
 class TrainedTask(Task):
     """A task trained from random weights with AdamW under a linear warm-up and a cosine."""
 
+    monitor: ClassVar[str | None] = "val/loss"
     embeds: ClassVar[bool] = False
     """Whether inputs are tokens that are looked up: every product then has two operands that need a gradient, and
     backward costs twice forward."""
     accuracy: ClassVar[str] = "val/accuracy"
     """Key of the share of targets that were predicted right."""
+    blocks: ClassVar[tuple[str, ...]] = ("net.blocks",)
+    parts: ClassVar[tuple[str, ...]] = ("net.tail",)
+    """As in ``Declaration``."""
 
     learning_rate: float | None = None
     """Highest learning rate of AdamW, reached after the warm-up; null = the task's own rule."""
@@ -128,6 +140,14 @@ class TrainedTask(Task):
     def inputs(self) -> tuple[str, ...]:
         """What of a batch the network takes in training, in its order."""
         return ("inputs", "targets")
+
+    def ragged(self) -> Ragged:
+        """As in ``Declaration``."""
+        return ()
+
+    def declare(self) -> Declaration:
+        """One graph for the whole network with its loss; or its blocks, with the loss and other parts apart."""
+        return Declaration(whole=("net",), blocks=self.blocks, parts=self.parts, ragged=self.ragged())
 
     def build_net(self) -> nn.Module:
         """Build the network; its weights are drawn from torch's global generator.

@@ -154,7 +154,7 @@ class Scenes:
 
 
 class LabelledScenes(Dataset[tuple[Tensor, int]]):
-    """Scenes of one shape: uint8 [3, H, W], and the class, see ``shape_classes``.
+    """Scenes of one shape: uint8 [3, H, W], and the class, a number for each pair of kind and colour.
 
     ``distinct``: so many scenes are drawn once, kept in shared memory (3 bytes a pixel) and repeated.
     """
@@ -178,11 +178,6 @@ class LabelledScenes(Dataset[tuple[Tensor, int]]):
         (shape,) = self.scenes[index].shapes
         label = SHAPES.index(shape.kind) * len(COLOURS) + list(COLOURS).index(shape.colour)
         return self.scenes.image(index), label
-
-
-def shape_classes() -> list[str]:
-    """Colour and kind of each class of shapes."""
-    return [f"{colour} {kind}" for kind in SHAPES for colour in COLOURS]
 
 
 def _draw_shape(

@@ -13,14 +13,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tasks.base import Loading, load_or_make
+from tasks.base import PAD, SPECIAL_TOKENS, load_or_make
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-PAD, BEGIN, END = 0, 1, 2
-"""Ids of the special tokens."""
-SPECIAL_TOKENS = ["<pad>", "<begin>", "<end>"]
 
 
 class ResumableSampler(DistributedSampler[int]):
@@ -82,11 +78,10 @@ class ResumableDataModule(L.LightningDataModule):
     collate: Callable[[list[Any]], Any] | None = None
     """Makes a batch of items; None: torch's own rule."""
 
-    def __init__(self, loading: Loading, *, seed: int) -> None:
-        """``seed``: of the order of training examples."""
+    def __init__(self, task: Any, *, seed: int) -> None:
+        """``task.data`` is a ``Loading``; ``seed``: of the order of training examples."""
         super().__init__()
-        self.seed = seed
-        self._loading, self.batch_size = loading, loading.batch_size
+        self.task, self.seed, self.batch_size = task, seed, task.data.batch_size
         self._is_set_up = False
 
     def open(self) -> str:
@@ -131,7 +126,7 @@ class ResumableDataModule(L.LightningDataModule):
         return DistributedSampler(data, num_replicas=replicas, rank=rank, shuffle=False) if replicas > 1 else None
 
     def _options(self) -> dict[str, Any]:
-        workers = self._loading.workers()
+        workers = self.task.data.workers()
         return {
             "batch_size": self.batch_size,
             "num_workers": workers,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasks.base import TrainedTask
+from tasks.base import IGNORED, TrainedTask
 
 LARGE = 1_000_000_000
 """Parameters from which on weights are drawn on the device whatever it is: a host takes minutes for them."""
@@ -221,9 +221,6 @@ def _count(task: TrainedTask, rows: int, positions: int) -> int:
 
 
 # ---- layers and scores that networks share ---------------------------------------------------------------------------
-
-IGNORED = -100
-"""Target that is no target: padding, or a token that was not masked. torch's default for ``cross_entropy``."""
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 """Mean loss in nats a target, right predictions and targets, all 0-D; the last two are None in training mode."""

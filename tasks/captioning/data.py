@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tasks.base import BEGIN, END
 from tasks.captioning.task import Examples
-from tasks.loading import BEGIN, END, ResumableDataModule, load_tokenizer, pad_rows
+from tasks.loading import ResumableDataModule, load_tokenizer, pad_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from tasks.captioning.task import Captioning
 
 
 class CaptionBatch(NamedTuple):
@@ -87,18 +86,12 @@ class CaptionDataModule(ResumableDataModule):
     """Loads batches of images and captions, in an order that a resumed run continues exactly."""
 
     tokenizer: Tokenizer
-    train_set: CaptionDataset
-    val_set: CaptionDataset
-
-    def __init__(self, task: Captioning, *, seed: int) -> None:
-        super().__init__(task.data, seed=seed)
-        self._task = task
-        self.collate = partial(collate, pad_to=task.data.pad_to)
 
     def open(self) -> str:
-        size, data = self._task.size, self._task.data
-        train, val = data.splits(seed=self.seed, image_size=size.image_size)
+        size, data = self.task.size, self.task.data
+        train, val = (data.split(name, seed=self.seed, image_size=size.image_size) for name in ("train", "val"))
         self.tokenizer = load_tokenizer(train.captions, vocabulary_size=size.vocabulary_size)
+        self.collate = partial(collate, pad_to=data.pad_to)
         most = size.max_tokens if data.pad_to is None else data.pad_to
         self.train_set, self.val_set = (
             CaptionDataset(split, self.tokenizer, max_positions=most) for split in (train, val)

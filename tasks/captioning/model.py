@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
-from tasks.loading import PAD
+from tasks.base import PAD
 from tasks.module import Attention, Scores, TextEmbedding, class_scores, draw_weights, mlp
 
 if TYPE_CHECKING:

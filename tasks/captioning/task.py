@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import (
+    PAD,
     BatchCounts,
-    Declaration,
     Loading,
+    Ragged,
     TrainedTask,
     require_at_least,
     require_fields,
@@ -55,8 +56,8 @@ class CaptionData(Loading):
         Loading.__post_init__(self)
         require_at_least("task.data.pad_to", self.pad_to, 2)
 
-    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        """List training and validation examples with images of ``image_size`` pixels square.
+    def split(self, name: str, *, seed: int, image_size: int) -> Examples:
+        """List the examples for ``train`` or ``val``, with images of ``image_size`` pixels square.
 
         Raises ValueError, naming the file, for a source that cannot be used.
         """
@@ -76,15 +77,8 @@ class GeneratedCaptions(CaptionData):
         CaptionData.__post_init__(self)
         require_fields("task.data", self, train_images=1, val_images=1)
 
-    def generate(self, key: str, count: int, image_size: int) -> Examples:
-        """``count`` examples of the split that ``key`` names."""
-        raise NotImplementedError
-
-    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        return (
-            self.generate(f"{seed}/train", self.train_images, image_size),
-            self.generate(f"{seed}/val", self.val_images, image_size),
-        )
+    def count_of(self, split: str) -> int:
+        return self.train_images if split == "train" else self.val_images
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,11 +93,11 @@ class Shapes(GeneratedCaptions):
         if not 1 <= self.max_objects <= 9:
             raise ValueError(f"task.data.max_objects={self.max_objects} must be 1 to 9")
 
-    def generate(self, key: str, count: int, image_size: int) -> Examples:
+    def split(self, name: str, *, seed: int, image_size: int) -> Examples:
         from tasks.images import Scenes
 
-        scenes = Scenes(key=key, max_objects=self.max_objects, image_size=image_size)
-        captions = [scenes[index].caption() for index in range(count)]
+        scenes = Scenes(key=f"{seed}/{name}", max_objects=self.max_objects, image_size=image_size)
+        captions = [scenes[index].caption() for index in range(self.count_of(name))]
         return Examples(captions=captions, image=scenes.image, place="the embedded shapes")
 
 
@@ -122,11 +116,10 @@ class Lognormal(GeneratedCaptions):
     What a model can learn from them is the order of words within a caption.
     """
 
-    def generate(self, key: str, count: int, image_size: int) -> Examples:
-        captions = [_lognormal_caption(f"{key}/{index}") for index in range(count)]
-        return Examples(
-            captions=captions, image=partial(_noise, key, image_size), place="captions of lognormal lengths"
-        )
+    def split(self, name: str, *, seed: int, image_size: int) -> Examples:
+        captions = [_lognormal_caption(f"{seed}/{name}/{index}") for index in range(self.count_of(name))]
+        image = partial(_noise, f"{seed}/{name}", image_size)
+        return Examples(captions=captions, image=image, place="captions of lognormal lengths")
 
 
 def _lognormal_caption(key: str) -> str:
@@ -151,10 +144,7 @@ class Coco(CaptionData):
         if not self.root:
             raise ValueError("task.data.root='' must name a folder")
 
-    def splits(self, *, seed: int, image_size: int) -> tuple[Examples, Examples]:
-        return self._split("train", image_size), self._split("val", image_size)
-
-    def _split(self, name: str, image_size: int) -> Examples:
+    def split(self, name: str, *, seed: int, image_size: int) -> Examples:
         file = max(Path(self.root, "annotations").glob(f"captions_{name}*.json"), default=None)
         if file is None:
             raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_{name}*.json")
@@ -235,9 +225,11 @@ class Captioning(TrainedTask):
     """Image captioning: next-token prediction over captions, given the image."""
 
     name: ClassVar[str] = "captioning"
-    monitor: ClassVar[str | None] = "val/loss"
     accuracy: ClassVar[str] = "val/token_accuracy"
     inputs: ClassVar[tuple[str, ...]] = ("images", "tokens")
+    blocks: ClassVar[tuple[str, ...]] = ("net.encoder.blocks", "net.decoder.blocks")
+    # Not decoder.embed: 0.2% of a step for 1.5 s of compiling, measured on an H200 (docs/log.md, 2026-11-21).
+    parts: ClassVar[tuple[str, ...]] = ("net.encoder.embed", "net.tail")
 
     size: CaptionerSize = field(default_factory=CaptionerSize)
     """Dimensions of the network."""
@@ -265,18 +257,9 @@ class Captioning(TrainedTask):
         """About 3e-3 for tiny and 2.6e-4 for base: Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""
         return 0.2 / self.size.decoder_width
 
-    def declare(self) -> Declaration:
-        """One graph for the whole network with its loss; or its blocks, with embeddings and the loss apart."""
-        from tasks.loading import PAD
-
-        return Declaration(
-            whole=("net",),
-            blocks=("net.encoder.blocks", "net.decoder.blocks"),
-            # Not decoder.embed: 0.2% of a step for 1.5 s of compiling, measured on an H200 (docs/log.md, 2026-11-21).
-            parts=("net.encoder.embed", "net.tail"),
-            # The model reads all tokens but the last and predicts all but the first.
-            ragged=(("tokens", 1, PAD, 1),),
-        )
+    def ragged(self) -> Ragged:
+        """The model reads all tokens but the last and predicts all but the first."""
+        return (("tokens", 1, PAD, 1),)
 
     def count(self, batch: Any) -> BatchCounts:
         """Count a CaptionBatch: images, text positions, and those that are not padding."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torchvision
@@ -216,9 +216,6 @@ class Tail(nn.Module):
 
 # ---- batches of labelled images --------------------------------------------------------------------------------------
 
-if TYPE_CHECKING:
-    from tasks.image_classification.task import ImageClassification
-
 
 class ImageBatch(NamedTuple):
     """What the loader yields and the module takes."""
@@ -236,15 +233,10 @@ def collate(items: Sequence[tuple[Tensor, int]]) -> ImageBatch:
 class LabelledDataModule(ResumableDataModule):
     """Loads batches of labelled images, in an order that a resumed run continues exactly."""
 
-    def __init__(self, task: ImageClassification, *, seed: int) -> None:
-        super().__init__(task.data, seed=seed)
-        self._task = task
-        self.collate = collate
-
     def open(self) -> str:
-        data = self._task.data
-        found, outputs = len(data.class_names()), self._task.class_count()
+        data, found, outputs = self.task.data, self.task.data.class_count(), self.task.class_count()
         if found > outputs:  # on a GPU a label beyond them would end the process without saying why
             raise ValueError(f"task.classes={outputs} must be at least {found}, the classes of the data")
-        self.train_set, self.val_set = data.sets(seed=self.seed, image_size=self._task.image_size)
+        self.train_set, self.val_set = data.sets(seed=self.seed, image_size=self.task.image_size)
+        self.collate = collate
         return data.place()

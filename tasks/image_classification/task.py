@@ -31,11 +31,8 @@ class LabelledData(Loading):
         """Where the images come from, for messages."""
         raise NotImplementedError
 
-    def class_names(self) -> list[str]:
-        """Classes of the data; the label of an image is the index of its class.
-
-        Raises ValueError, naming the file, for a source that cannot be used. So does ``sets``.
-        """
+    def class_count(self) -> int:
+        """Classes of the data. Raises ValueError, naming the file, for what cannot be used; so does ``sets``."""
         raise NotImplementedError
 
     def sets(self, *, seed: int, image_size: int) -> tuple[Dataset[Labelled], Dataset[Labelled]]:
@@ -66,10 +63,10 @@ class LabelledShapes(LabelledData):
     def place(self) -> str:
         return "the embedded shapes"
 
-    def class_names(self) -> list[str]:
-        from tasks.images import shape_classes
+    def class_count(self) -> int:
+        from tasks.images import COLOURS, SHAPES
 
-        return shape_classes()
+        return len(SHAPES) * len(COLOURS)
 
     def sets(self, *, seed: int, image_size: int) -> tuple[Dataset[Labelled], Dataset[Labelled]]:
         from tasks.images import LabelledScenes
@@ -93,8 +90,8 @@ class ImageFolder(LabelledData):
     def place(self) -> str:
         return self.root
 
-    def class_names(self) -> list[str]:
-        return _listed(f"{self.root}/train").classes
+    def class_count(self) -> int:
+        return len(_listed(f"{self.root}/train").classes)
 
     def sets(self, *, seed: int, image_size: int) -> tuple[Dataset[Labelled], Dataset[Labelled]]:
         from tasks.images import read_image
@@ -123,7 +120,6 @@ class ImageClassification(TrainedTask):
     """Image classification: the cross entropy of one class an image, random weights at the start."""
 
     name: ClassVar[str] = "image_classification"
-    monitor: ClassVar[str | None] = "val/loss"
     inputs: ClassVar[tuple[str, ...]] = ("images", "targets")
 
     model: str = "resnet18"
@@ -201,4 +197,4 @@ class ImageClassification(TrainedTask):
 
     def class_count(self) -> int:
         """Outputs of the network; the data module refuses fewer than the data's classes."""
-        return self.classes or len(self.data.class_names())
+        return self.classes or self.data.class_count()

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tasks.base import load_or_make
-from tasks.loading import BEGIN, END, PAD, SPECIAL_TOKENS, ResumableDataModule, load_tokenizer, pad_rows
-from tasks.module import IGNORED
+from tasks.base import BEGIN, END, IGNORED, PAD, SPECIAL_TOKENS, load_or_make
+from tasks.loading import ResumableDataModule, load_tokenizer, pad_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from tasks.language.task import TextTask
 
 
 class TextBatch(NamedTuple):
@@ -109,7 +106,10 @@ class TextDataset(Dataset[Tensor]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: Any) -> Any:
+        """A row; of a list of numbers, as ``PackedSampler`` draws them, a list of rows."""
+        if isinstance(index, list):
+            return [self[each] for each in index]
         if index >= len(self):
             raise IndexError(index)
         count = int(self.lengths[index]) + self._extra
@@ -255,26 +255,20 @@ class TextDataModule(ResumableDataModule):
     tokenizer: Tokenizer
     train_set: TextDataset
     val_set: TextDataset
-    rows: ClassVar[type[TextDataset]] = TextDataset
-
-    def __init__(self, task: TextTask, *, vocabulary_size: int, seed: int) -> None:
-        """``vocabulary_size``: most tokens that are learned."""
-        super().__init__(task.data, seed=seed)
-        self._task, self._vocabulary_size = task, vocabulary_size
 
     def open(self) -> str:
-        task, data = self._task, self._task.data
+        task, data = self.task, self.task.data
         train, val = data.documents()
-        self.tokenizer = load_tokenizer(train, vocabulary_size=self._vocabulary_size)
+        self.tokenizer = load_tokenizer(train, vocabulary_size=task.network.learned_tokens)
         rows: dict[str, Any] = {"packing": data.packing, "positions": task.longest(), "extra": task.extra}
         val_place = f"the validation text of {data.place()} (task.data.val_share={data.val_share})"
-        self.train_set = self.rows(train, self.tokenizer, place=data.place(), **rows)
-        self.val_set = self.rows(val, self.tokenizer, place=val_place, **rows)
+        self.train_set = TextDataset(train, self.tokenizer, place=data.place(), **rows)
+        self.val_set = TextDataset(val, self.tokenizer, place=val_place, **rows)
         self.collate = self.collation()
         return data.place()
 
     def collation(self) -> Callable[[list[Any]], Any]:
-        return partial(collate_text, pad_to=self._task.data.pad_to)
+        return partial(collate_text, pad_to=self.task.data.pad_to)
 
 
 class MaskedDataModule(TextDataModule):
@@ -284,11 +278,11 @@ class MaskedDataModule(TextDataModule):
         return CollateMasked(**self.masking())
 
     def masking(self) -> dict[str, Any]:
-        task: Any = self._task
+        data = self.task.data
         return {
             "seed": self.seed,
-            "mask_token": task.network.mask_token,
+            "mask_token": self.task.network.mask_token,
             "token_count": self.tokenizer.get_vocab_size(),
-            "pad_to": task.data.pad_to,
-            "padded": task.data.packing == "documents",
+            "pad_to": data.pad_to,
+            "padded": data.packing == "documents",
         }

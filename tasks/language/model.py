@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.loading import PAD
+from tasks.base import PAD
 from tasks.module import (
     Scores,
     TextEmbedding,

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from tasks.base import IGNORED, PAD
 from tasks.language.data import CollateMasked, MaskedDataModule, TextDataset
 from tasks.language.model import Bert, BertBlock
-from tasks.loading import PAD, ResumableSampler
-from tasks.module import IGNORED, Scores, attend
+from tasks.loading import ResumableSampler
+from tasks.module import Scores, attend
 
 if TYPE_CHECKING:
-    from tasks.language.task import BertNetwork, TextTask
+    from tasks.language.task import BertNetwork, MaskedLM
 
 WINDOW = 64
 """Documents that may wait for room in a later row."""
@@ -110,14 +111,6 @@ class PackedSampler(ResumableSampler):
         return list(itertools.islice(rows, self.total_size)) if self.shuffle else list(rows)
 
 
-class PackedRows(TextDataset):
-    """Documents that are fetched a row at a time."""
-
-    def __getitems__(self, rows: list[list[int]]) -> list[Tensor]:
-        """The method that torch's loader prefers; ``rows`` is the one row of a batch."""
-        return [self[index] for row in rows for index in row]
-
-
 @dataclass(kw_only=True, slots=True)
 class CollatePacked(CollateMasked):
     """Make one row of documents, masked as an unpacked batch of them."""
@@ -129,7 +122,8 @@ class CollatePacked(CollateMasked):
     longest: int
     """Most positions of a sequence."""
 
-    def __call__(self, rows: Sequence[Tensor]) -> PackedBatch:
+    def __call__(self, batch: Sequence[Any]) -> PackedBatch:
+        (rows,) = batch
         lengths, tokens_T, targets_T = self.hide(rows)
         whole, rest = divmod(self.positions - len(tokens_T), self.longest)
         lengths_N = np.zeros(self.sequences, dtype=np.int64)
@@ -151,21 +145,19 @@ class CollatePacked(CollateMasked):
 class PackedDataModule(MaskedDataModule):
     """Loads packed rows, in an order that a resumed run continues exactly; in validation in the order of the data."""
 
-    rows: ClassVar[type[TextDataset]] = PackedRows
-
-    def __init__(self, task: TextTask, *, vocabulary_size: int, seed: int) -> None:
-        super().__init__(task, vocabulary_size=vocabulary_size, seed=seed)
+    def __init__(self, task: MaskedLM, *, seed: int) -> None:
+        super().__init__(task, seed=seed)
         self.batch_size = 1  # a row
 
     def setup(self, stage: str | None = None) -> None:
         super().setup(stage)
         if self.trainer is not None:
-            warn_without_kernel(self.trainer.strategy.root_device, str(self.trainer.precision), self._task.network)
+            warn_without_kernel(self.trainer.strategy.root_device, str(self.trainer.precision), self.task.network)
 
     def collation(self) -> Callable[[list[Any]], Any]:
         """Fit the row: positions of ``task.data.batch_size`` documents of mean length, and at most twice as many
         documents. Raises ValueError where ranks get no row."""
-        data, lengths, longest = self._task.data, self.train_set.lengths, self.train_set.positions
+        data, lengths, longest = self.task.data, self.train_set.lengths, self.train_set.positions
         positions = -(-max(int(lengths.mean() * data.batch_size), longest) // MULTIPLE) * MULTIPLE
         replicas, total = self._replicas()[0], int(lengths.sum())
         if total < positions * replicas:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import (
+    IGNORED,
+    PAD,
     BatchCounts,
-    Declaration,
+    Ragged,
     TrainedTask,
     require_at_least,
     require_choice,
@@ -43,6 +45,11 @@ class Dimensions:
     def __post_init__(self) -> None:
         require_fields("task.network", self, layers=1, width=1, heads=1, vocabulary_size=259, max_tokens=3)
         require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
+
+    @property
+    def learned_tokens(self) -> int:
+        """Most tokens that the tokenizer learns."""
+        return self.vocabulary_size
 
     def learning_rate(self) -> float:
         """2.6e-4 for GPT-2: Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""
@@ -126,6 +133,10 @@ class BertNetwork(Dimensions):
     def mask_token(self) -> int:
         return self.vocabulary_size - 1
 
+    @property
+    def learned_tokens(self) -> int:
+        return self.mask_token
+
     def learning_rate(self) -> float:
         """The original's 1e-4 for base; Adam's best rate falls with the width."""
         return 0.0768 / self.width
@@ -135,11 +146,12 @@ class BertNetwork(Dimensions):
 class TextTask(TrainedTask):
     """Base of the tasks over text."""
 
-    monitor: ClassVar[str | None] = "val/loss"
     accuracy: ClassVar[str] = "val/token_accuracy"
     embeds: ClassVar[bool] = True
     extra: ClassVar[int] = 1
-    """Tokens of a row beyond the positions that the network computes."""
+    """Tokens of a row beyond the positions that the network computes: it reads all but the last, predicts all but the
+    first."""
+    ragged_fields: ClassVar[Ragged] = (("tokens", 1, PAD, 1),)
 
     network: Dimensions = field(default_factory=Dimensions)
     """The network."""
@@ -168,9 +180,9 @@ class TextTask(TrainedTask):
         rows, positions = batch.tokens.shape[0], batch.tokens.shape[1] - self.extra
         return BatchCounts(samples=rows, tokens=rows * positions, useful_tokens=batch.useful_tokens)
 
-    def ragged(self, *fields: tuple[str, int, float, int]) -> tuple[tuple[str, int, float, int], ...]:
-        """``fields`` where rows are documents: packed ones are not ragged."""
-        return fields if self.data.packing == "documents" else ()
+    def ragged(self) -> Ragged:
+        """Packed rows are not ragged."""
+        return self.ragged_fields if self.data.packing == "documents" else ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -193,18 +205,10 @@ class LanguageModelling(TextTask):
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.language.data import TextDataModule
 
-        return TextDataModule(self, vocabulary_size=self.network.vocabulary_size, seed=seed)
+        return TextDataModule(self, seed=seed)
 
     def build_net(self) -> nn.Module:
         return self.network.build(loss_chunks=self.loss_chunks)
-
-    def declare(self) -> Declaration:
-        """One graph for the whole network with its loss; or its blocks, with the loss apart."""
-        from tasks.loading import PAD
-
-        # The model reads all tokens but the last and predicts all but the first.
-        ragged = self.ragged(("tokens", 1, PAD, 1))
-        return Declaration(whole=("net",), blocks=("net.blocks",), parts=("net.tail",), ragged=ragged)
 
     def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
         import torch
@@ -219,6 +223,12 @@ class MaskedLM(TextTask):
 
     name: ClassVar[str] = "masked_lm"
     extra: ClassVar[int] = 0
+    parts: ClassVar[tuple[str, ...]] = ("net.embed", "net.tail")
+    ragged_fields: ClassVar[Ragged] = (
+        ("tokens", 1, PAD, 0),
+        ("targets", 1, IGNORED, 0),
+        ("mask", 1, False, 0),
+    )
 
     network: BertNetwork = field(default_factory=BertNetwork)
     """Dimensions of the network."""
@@ -246,8 +256,7 @@ class MaskedLM(TextTask):
         from tasks.language.data import MaskedDataModule
         from tasks.language.packing import PackedDataModule
 
-        kind = PackedDataModule if self.is_packed else MaskedDataModule
-        return kind(self, vocabulary_size=self.network.mask_token, seed=seed)
+        return (PackedDataModule if self.is_packed else MaskedDataModule)(self, seed=seed)
 
     def build_net(self) -> nn.Module:
         from tasks.language.model import Bert
@@ -269,14 +278,6 @@ class MaskedLM(TextTask):
             useful_tokens=batch.useful_tokens,
             attended=batch.attended,
         )
-
-    def declare(self) -> Declaration:
-        """One graph for the whole network with its loss; or its blocks, with embedding and loss apart."""
-        from tasks.loading import PAD
-        from tasks.module import IGNORED
-
-        ragged = self.ragged(("tokens", 1, PAD, 0), ("targets", 1, IGNORED, 0), ("mask", 1, False, 0))
-        return Declaration(whole=("net",), blocks=("net.blocks",), parts=("net.embed", "net.tail"), ragged=ragged)
 
     def example(self, rows: int, positions: int) -> tuple[Tensor | None, ...]:
         """The head is computed at every position, not only where tokens are masked."""

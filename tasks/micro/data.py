@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tasks.base import Loading
+from tasks.base import IGNORED
 from tasks.loading import ResumableDataModule, pad_rows
 from tasks.micro.task import CLASSES
-from tasks.module import IGNORED
 
 if TYPE_CHECKING:
     from tasks.micro.task import Micro
@@ -73,8 +72,7 @@ class GeneratedTensors(ResumableDataModule):
     option = "task"
 
     def __init__(self, task: Micro, *, seed: int) -> None:
-        # No worker processes: what is in memory already would only be copied between them.
-        super().__init__(Loading(batch_size=task.batch_size, num_workers=0), seed=seed)
+        super().__init__(task, seed=seed)
         self._counts, self._shape = task.counts, task.example_shape
         """Of an input: features; positions and features, each position of its own class; or an image."""
         self._pools: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -149,28 +147,23 @@ class GeneratedSequences(ResumableDataModule):
 
     option = "task"
 
-    def __init__(self, task: Micro, *, seed: int) -> None:
-        super().__init__(Loading(batch_size=task.batch_size, num_workers=0), seed=seed)
-        self._task = task
-        self.collate = self._padded
-
     def open(self) -> str:
+        self.collate = self._padded
         class_of = torch.randint(0, CLASSES, (VOCABULARY,), generator=generator(f"{self.seed}/classes"))
-        longest = self._task.positions
-        assert longest is not None
+        longest = self.task.positions
         self.train_set, self.val_set = (
             Sequences(
                 [ragged_tokens(f"{self.seed}/{split}/{index}", longest=longest) for index in range(count)], class_of
             )
-            for split, count in self._task.counts.items()
+            for split, count in self.task.counts.items()
         )
         return "the generated sequences"
 
     def _padded(self, items: Sequence[tuple[Tensor, Tensor]]) -> GeneratedBatch:
         tokens, targets = zip(*items, strict=True)
         return GeneratedBatch(
-            pad_rows(tokens, width=self._task.pad_to),
-            pad_rows(targets, width=self._task.pad_to, padding=IGNORED),
+            pad_rows(tokens, width=self.task.pad_to),
+            pad_rows(targets, width=self.task.pad_to, padding=IGNORED),
             sum(len(row) for row in tokens),
         )
 

@@ -7,7 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import BatchCounts, Declaration, TrainedTask, require_fields, require_memory, suggest
+from tasks.base import (
+    IGNORED,
+    PAD,
+    BatchCounts,
+    Declaration,
+    Loading,
+    Ragged,
+    TrainedTask,
+    require_fields,
+    require_memory,
+    suggest,
+)
 
 if TYPE_CHECKING:
     import lightning
@@ -31,7 +42,6 @@ class Micro(TrainedTask):
     """One small network, by name: classes of random inputs, learned from generated data."""
 
     name: ClassVar[str] = "micro"
-    monitor: ClassVar[str | None] = "val/loss"
 
     model: str = "simple_linear"
     """``simple_linear``, ``convnet``, ``transformer_block``, ``graph_breaker`` or ``ragged``: docs/tasks/micro.md."""
@@ -84,6 +94,11 @@ class Micro(TrainedTask):
         return (self.width,) if self.positions is None else (self.positions, self.width)
 
     @property
+    def data(self) -> Loading:
+        """Without worker processes: what is in memory already would only be copied between them."""
+        return Loading(batch_size=self.batch_size, num_workers=0)
+
+    @property
     def counts(self) -> dict[str, int]:
         return {"train": self.train_examples or 16 * self.batch_size, "val": self.val_examples or 2 * self.batch_size}
 
@@ -113,17 +128,10 @@ class Micro(TrainedTask):
 
     def declare(self) -> Declaration:
         """The whole network as one part, as hardly anything repeats; of ``ragged`` its blocks, and the tail apart."""
-        if self.model != "ragged":
-            return Declaration(whole=("net",), parts=("net",))
-        from tasks.loading import PAD
-        from tasks.module import IGNORED
+        return TrainedTask.declare(self) if self.model == "ragged" else Declaration(whole=("net",), parts=("net",))
 
-        return Declaration(
-            whole=("net",),
-            blocks=("net.blocks",),
-            parts=("net.tail",),
-            ragged=(("inputs", 1, PAD, 0), ("targets", 1, IGNORED, 0)),
-        )
+    def ragged(self) -> Ragged:
+        return (("inputs", 1, PAD, 0), ("targets", 1, IGNORED, 0))
 
     def count(self, batch: Any) -> BatchCounts:
         tokens = batch.targets.numel() if batch.targets.ndim == 2 else None

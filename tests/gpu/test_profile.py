@@ -59,7 +59,7 @@ def test_steps_after_the_profile_are_what_they_were(tmp_path: Path) -> None:
 
 
 def test_the_doctor_finds_nothing_wrong_and_compiles_for_the_device() -> None:
-    found = {finding.name: finding for finding in with_torch("compile")}
+    found = {finding.name: finding for finding in with_torch()}
     assert [finding for finding in found.values() if finding.status == ERROR] == []
     assert {"cuda driver", "device 0"} <= found.keys()
     assert found["compile"].status == OK

@@ -14,7 +14,7 @@ from tasks.loading import train_tokenizer
 
 
 def test_lengths_in_tokens_are_lognormal(tmp_path: Path) -> None:
-    train, _ = Lognormal(train_images=4000).splits(seed=0, image_size=8)
+    train = Lognormal(train_images=4000).split("train", seed=0, image_size=8)
     tokenizer = train_tokenizer(train.captions, vocabulary_size=4000)
     logarithms = [math.log(len(encoding.ids) + 1) for encoding in tokenizer.encode_batch_fast(train.captions)]
     assert math.exp(statistics.median(logarithms)) == pytest.approx(60, rel=0.05)
@@ -25,7 +25,8 @@ def test_lengths_in_tokens_are_lognormal(tmp_path: Path) -> None:
 
 def test_an_example_depends_on_the_seed_and_its_index_alone() -> None:
     config = Lognormal(train_images=8, val_images=8)
-    (first, held_out), (again, _), (other, _) = (config.splits(seed=seed, image_size=8) for seed in (0, 0, 1))
+    first, again, other = (config.split("train", seed=seed, image_size=8) for seed in (0, 0, 1))
+    held_out = config.split("val", seed=0, image_size=8)
     assert first.captions == again.captions != other.captions
     assert first.captions != held_out.captions
     assert torch.equal(first.image(3), again.image(3))

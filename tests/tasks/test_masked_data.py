@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from tasks.base import BEGIN, END, PAD
 from tasks.language.data import CollateMasked
 from tasks.language.sources import TextFiles
 from tasks.language.task import BertNetwork, MaskedLM
-from tasks.loading import BEGIN, END, PAD
 from tests.trainer.lightning_modules import quiet_trainer
 
 MASK, TOKENS = 999, 900

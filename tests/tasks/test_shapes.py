@@ -15,9 +15,9 @@ from tasks.loading import load_tokenizer, train_tokenizer
 
 
 def test_a_scene_depends_on_seed_split_and_index_alone() -> None:
-    one, val = Shapes(train_images=8, val_images=8).splits(seed=1, image_size=48)
-    more, _ = Shapes(train_images=30).splits(seed=1, image_size=48)
-    other, _ = Shapes(train_images=8).splits(seed=2, image_size=48)
+    one, val = (Shapes(train_images=8, val_images=8).split(name, seed=1, image_size=48) for name in ("train", "val"))
+    more = Shapes(train_images=30).split("train", seed=1, image_size=48)
+    other = Shapes(train_images=8).split("train", seed=2, image_size=48)
     assert one.captions == more.captions[:8]
     assert one.captions != other.captions
     assert one.captions != val.captions

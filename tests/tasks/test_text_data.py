@@ -11,10 +11,11 @@ import torch
 
 from strategies import Ragged
 from strategies.padding import length_of
+from tasks.base import BEGIN, END, PAD
 from tasks.language.data import TextDataModule, encode
 from tasks.language.sources import Stdlib, TextData, TextFiles, definitions
 from tasks.language.task import Gpt2Network, LanguageModelling
-from tasks.loading import BEGIN, END, PAD, train_tokenizer
+from tasks.loading import train_tokenizer
 
 
 def load(data: TextData, *, max_tokens: int = 16) -> TextDataModule:

@@ -11,10 +11,8 @@ import transformers
 from torch import Tensor, distributed
 
 from strategies.loop import Loop
-from tasks.base import Task
+from tasks.base import IGNORED, PAD, Task
 from tasks.language.task import BertNetwork, Gpt2Network
-from tasks.loading import PAD
-from tasks.module import IGNORED
 from trainer.build import resolve_precision
 from trainer.loops.huggingface import HuggingFaceLoop
 from trainer.peers.loops import PeerLoop, Work, optimizer_and_schedule, placed
