@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 1024
 """Loader processes of a device: more would take a machine's memory before anything fails."""
-INITIALISE = ("auto", "host", "device")
+INITIALISE = ("auto", "host")
 PAD, BEGIN, END = 0, 1, 2
 """Ids of the special tokens."""
 SPECIAL_TOKENS = ["<pad>", "<begin>", "<end>"]
@@ -124,9 +124,9 @@ class TrainedTask(Task):
     warmup_steps: int = 50
     """Optimizer steps of linear warm-up."""
     initialise: str = "auto"
-    """Where initial weights are drawn: on the ``host``, or on the ``device`` (milliseconds for the host's seconds, but
-    other numbers from the same seed on another kind of device). ``auto``: on the device where there is a CUDA device or
-    the network has 1e9 parameters; else, and where a network cannot be built without memory, on the host."""
+    """Where initial weights are drawn: on the ``host``, or, with ``auto``, on the device where that is a CUDA device or
+    the network has 1e9 parameters (milliseconds for the host's seconds, but other numbers from the same seed on another
+    kind of device). A network that cannot be built without memory is drawn on the host."""
 
     def __post_init__(self) -> None:
         require_fields("task", self, weight_decay=0, warmup_steps=0)

@@ -143,28 +143,15 @@ class ScoredModule(L.LightningModule):
 
 
 def start(build: Callable[[], nn.Module], initialise: str) -> nn.Module:
-    """Build a network with its weights, or without memory where it is built once more, on the device.
-
-    Args:
-        build: Makes the network, and draws its weights from torch's global generator.
-        initialise: ``host`` (weights drawn now), ``device`` (later) or ``auto`` (later where there is a GPU or the
-            network ``is_large``; now also where it can only be built with memory).
-
-    Raises:
-        ValueError: ``device``, and the network can only be built with memory. And what ``build`` raises.
-    """
+    """The network of ``build`` with its weights, or without memory where it is built once more, on the device: see
+    ``TrainedTask.initialise``. Raises what ``build`` raises."""
     if initialise == "host":
         return build()
     try:
         net = on_meta(build)
-    except Exception as error:  # constructors that compute with their tensors fail in ways of their own
-        if initialise == "auto":
-            return build()  # raises again what has nothing to do with memory
-        if isinstance(error, ValueError):
-            raise
-        reason = " ".join(str(error).split())
-        raise ValueError(f"task.initialise=device: this network cannot be built without memory ({reason})") from error
-    return net if initialise == "device" or torch.cuda.is_available() or is_large(net) else build()
+    except Exception:  # constructors that compute with their tensors fail in ways of their own
+        return build()  # raises again what has nothing to do with memory
+    return net if torch.cuda.is_available() or is_large(net) else build()
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -14,7 +14,7 @@ from tasks.base import BatchCounts, Declaration, Loading, TrainedTask, require_f
 
 if TYPE_CHECKING:
     import lightning
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.utils.data import Dataset
 
     from tasks.image_classification.model import ClassifierNet
@@ -160,21 +160,18 @@ class ImageClassification(TrainedTask):
 
     def default_learning_rate(self) -> float:
         """Networks without batch norm (transformers, AlexNet) diverge at the rates that ResNets like."""
-        from tasks.image_classification.model import has_batch_norm, skeleton
+        from tasks.image_classification.model import has_batch_norm
 
-        model = skeleton(self.model, classes=self.class_count(), image_size=self.image_size)
-        return 1e-3 if has_batch_norm(model) else 3e-4
+        return 1e-3 if has_batch_norm(self.skeleton()) else 3e-4
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with what is around them apart.
 
         A network in which nothing repeats has no blocks to share: it is one region, under ``regional`` too.
         """
-        from tasks.image_classification.model import find_blocks, skeleton
+        from tasks.image_classification.model import find_blocks
 
-        # The number of classes does not matter here, and the data need not be looked at for it.
-        model = skeleton(self.model, classes=self.classes or 1, image_size=self.image_size)
-        blocks = find_blocks(model)
+        blocks = find_blocks(self.skeleton())
         if not blocks:
             return Declaration(whole=("net",), blocks=("net",), parts=("net",))
         paths = tuple(f"net.model.{path}" for path in blocks)
@@ -189,11 +186,16 @@ class ImageClassification(TrainedTask):
         images = torch.zeros(rows, 3, self.image_size, self.image_size, dtype=torch.uint8)
         return images, torch.zeros(rows, dtype=torch.long)
 
-    def counted_net(self) -> ClassifierNet:
-        """A network that is built once, as it is also looked at for its blocks."""
-        from tasks.image_classification.model import ClassifierNet, skeleton
+    def skeleton(self) -> nn.Module:
+        """What the network is like, without memory; it is built once and not to be changed."""
+        from tasks.image_classification.model import skeleton
 
-        return ClassifierNet(skeleton(self.model, classes=self.class_count(), image_size=self.image_size))
+        return skeleton(self.model, classes=self.class_count(), image_size=self.image_size)
+
+    def counted_net(self) -> ClassifierNet:
+        from tasks.image_classification.model import ClassifierNet
+
+        return ClassifierNet(self.skeleton())
 
     def class_count(self) -> int:
         """Outputs of the network; the data module refuses fewer than the data's classes."""

@@ -58,11 +58,7 @@ class Dimensions:
 
 @dataclass(kw_only=True, slots=True)
 class LanguageNetwork(Dimensions):
-    """Base of every network that predicts the next token."""
-
-    def build(self, *, loss_chunks: int) -> nn.Module:
-        """Build the network; its weights are drawn from torch's global generator."""
-        raise NotImplementedError
+    """Base of the networks that predict the next token."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,11 +71,6 @@ class Gpt2Network(LanguageNetwork):
     def __post_init__(self) -> None:
         Dimensions.__post_init__(self)
         require_share("task.network.dropout", self.dropout, below_one=True)
-
-    def build(self, *, loss_chunks: int) -> nn.Module:
-        from tasks.language.model import Gpt2
-
-        return Gpt2(self, loss_chunks=loss_chunks)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,11 +91,6 @@ class LlamaNetwork(LanguageNetwork):
         require_multiple("task.network.width", self.width, "2 x task.network.heads", 2 * self.heads)
         require_multiple("task.network.heads", self.heads, "task.network.key_value_heads", self.key_value_heads)
         Dimensions.__post_init__(self)
-
-    def build(self, *, loss_chunks: int) -> nn.Module:
-        from tasks.language.model import Llama
-
-        return Llama(self, loss_chunks=loss_chunks)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -208,7 +194,12 @@ class LanguageModelling(TextTask):
         return TextDataModule(self, seed=seed)
 
     def build_net(self) -> nn.Module:
-        return self.network.build(loss_chunks=self.loss_chunks)
+        from tasks.language.model import Gpt2, Llama
+
+        if isinstance(self.network, LlamaNetwork):
+            return Llama(self.network, loss_chunks=self.loss_chunks)
+        assert isinstance(self.network, Gpt2Network)
+        return Gpt2(self.network, loss_chunks=self.loss_chunks)
 
     def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
         import torch

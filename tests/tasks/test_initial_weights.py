@@ -11,7 +11,8 @@ from torch import nn
 
 from strategies import Regional
 from strategies.cached.session import model_digest
-from tasks import TASKS, Task, module
+from tasks import TASKS, Task
+from tasks import module as modules
 from tasks.captioning.task import CaptionerSize, Shapes
 from tasks.image_classification.task import LabelledShapes
 from tasks.language.sources import Stdlib
@@ -84,8 +85,11 @@ def fit(task: Task, module: L.LightningModule, *callbacks: L.Callback) -> Watch:
 
 
 @EVERY_TASK
-def test_those_drawn_on_the_device_are_what_the_same_build_draws_there_under_the_seed(name: str) -> None:
-    task = small(name, initialise="device")
+def test_those_drawn_on_the_device_are_what_the_same_build_draws_there_under_the_seed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules, "LARGE", 1)
+    task = small(name)
     module = build(task)
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state()), "nothing drawn yet"
     assert all(tensor.is_meta for tensor in module.state_dict().values())
@@ -119,8 +123,9 @@ def test_by_default_they_wait_for_the_device_where_there_is_cuda(name: str, monk
     assert all(torch.equal(one, other) for one, other in zip(weights, module.parameters(), strict=True)), "drawn once"
 
 
-def test_a_network_compiled_before_its_weights_are_there_learns_as_eager() -> None:
-    task, losses = small("captioning", initialise="device"), []
+def test_a_network_compiled_before_its_weights_are_there_learns_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "LARGE", 1)
+    task, losses = small("captioning"), []
     declared = task.declare()
     for strategies in ([], [Regional(backend="eager")]):
         torch._dynamo.reset()
@@ -131,19 +136,15 @@ def test_a_network_compiled_before_its_weights_are_there_learns_as_eager() -> No
     torch._dynamo.reset()
 
 
-def test_a_refusal_before_the_weights_are_there_is_what_is_said() -> None:
+def test_a_refusal_before_the_weights_are_there_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(L.Callback):
         def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
             raise ValueError("compile.buckets: no")
 
-    task = small("micro", initialise="device")
+    monkeypatch.setattr(modules, "LARGE", 1)
+    task = small("micro")
     with pytest.raises(ValueError, match=r"^compile\.buckets: no$"):
         fit(task, build(task), Refusing())
-
-
-def test_a_large_network_waits_for_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LARGE", 1)
-    assert is_on_meta(build(small("masked_lm")))
 
 
 class Computes(nn.Linear):
@@ -158,20 +159,16 @@ def test_a_network_that_needs_memory_is_drawn_on_the_host(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     net = start(lambda: nn.Sequential(Computes()), "auto")
     assert not is_on_meta(net)
-    reason = r"^task\.initialise=device: .* without memory \(.*item\(\) cannot be called"
-    with pytest.raises(ValueError, match=reason) as refused:
-        start(lambda: nn.Sequential(Computes()), "device")
-    assert "\n" not in str(refused.value)
 
 
-def test_what_is_wrong_with_an_option_is_said_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"^task\.initialise='gpu' is not one of"):
-        small("captioning", initialise="gpu")
+def test_what_is_wrong_with_an_option_is_said_as_ever() -> None:
+    with pytest.raises(ValueError, match=r"^task\.initialise='device' is not one of"):
+        small("captioning", initialise="device")
 
     def broken() -> nn.Module:
         raise ValueError("task.model='resnet5' is no network")
 
-    for initialise in ("auto", "host", "device"):
+    for initialise in ("auto", "host"):
         with pytest.raises(ValueError, match=r"^task\.model='resnet5' is no network$"):
             start(broken, initialise)
 

@@ -30,7 +30,7 @@ EACH = pytest.mark.parametrize("network", [GPT2, LLAMA, GROUPED], ids=["gpt2", "
 
 def build(network: LanguageNetwork, *, loss_chunks: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    return network.build(loss_chunks=loss_chunks)
+    return LanguageModelling(network=network, loss_chunks=loss_chunks).build_net()
 
 
 def example(rows: int = 4, length: int = 16) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ def test_logits_loss_and_gradients_are_the_librarys_with_its_weights(
 def test_shipped_networks_are_as_large_as_published(name: str, kind: type, parameters: int) -> None:
     values = yaml.safe_load((NETWORKS / f"{name}.yaml").read_text())
     del values["defaults"]
-    net = on_meta(lambda: kind(**values).build(loss_chunks=1))
+    net = on_meta(lambda: LanguageModelling(network=kind(**values)).build_net())
     assert sum(parameter.numel() for parameter in net.parameters()) == parameters
 
 

@@ -38,7 +38,7 @@ DOCUMENTS = [document(length, seed=length) for length in (24, 7, 15, 3, 40)]
 def packed(rows: list[Tensor], *, positions: int = 100, sequences: int = 10, **changes: Any) -> PackedBatch:
     masking = collate(**changes)
     fields = {name: getattr(masking, name) for name in masking.__slots__}
-    return CollatePacked(**fields, positions=positions, sequences=sequences, longest=40)(rows)
+    return CollatePacked(**fields, positions=positions, sequences=sequences, longest=40)([rows])
 
 
 def nets() -> tuple[Bert, PackedBert]:

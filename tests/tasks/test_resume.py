@@ -32,12 +32,11 @@ def train(
     workers: int,
     resume: Path | None = None,
     limit: int | None = None,
-    initialise: str = "auto",
 ) -> Recorder:
     """Train 12 steps, 5 to an epoch (or ``limit``), with a checkpoint after every step."""
     torch.manual_seed(0 if resume is None else 1)
     data = Shapes(batch_size=4, train_images=22, val_images=4, num_workers=workers)
-    task = Captioning(size=size, data=data, initialise=initialise)
+    task = Captioning(size=size, data=data)
     recorder = Recorder()
     trainer = quiet_trainer(
         enable_checkpointing=True,
@@ -55,14 +54,17 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("workers", "limit", "stops", "initialise"),
-    [(0, None, (2, 5), "host"), (1, None, (7,), "device"), (0, 3, (6,), "host")],
+    ("workers", "limit", "stops", "on_device"),
+    [(0, None, (2, 5), False), (1, None, (7,), True), (0, 3, (6,), False)],
     ids=["within and after an epoch", "a worker, weights drawn on the device", "after a short epoch"],
 )
 def test_a_resumed_run_continues_with_the_same_batches_and_losses(
-    size: CaptionerSize, tmp_path: Path, workers: int, limit: int | None, stops: tuple[int, ...], initialise: str
-) -> None:
-    options: dict[str, Any] = {"workers": workers, "limit": limit, "initialise": initialise}
+    size: CaptionerSize, tmp_path: Path, workers: int, limit: int | None, stops: tuple[int, ...], on_device: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if on_device:
+        monkeypatch.setattr("tasks.module.LARGE", 1)
+    options: dict[str, Any] = {"workers": workers, "limit": limit}
     whole = train(size, tmp_path / "a", **options).steps
     assert len(whole) == 12
     for stop in stops:

@@ -24,7 +24,6 @@ from trainer.telemetry.record import RunRecord
 STEPS = 4
 HOWS = ("eager", "compiled")
 WORK = ["task=captioning", *SMALLEST["captioning"], "trainer.val_every_n_steps=0", f"trainer.max_steps={STEPS}"]
-WORK.append("task.initialise=device")  # what a loop without Lightning has to see to itself
 SHORT = ["trainer.log_every_n_steps=4", "trainer.warmup_steps=1", "trainer.checkpoint_every_n_steps=null"]
 ARMS = "eager,'eager run=peer run.peer=loop_eager','eager run=peer run.peer=accelerate_regional'"
 

@@ -147,6 +147,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from tasks.captioning.task import CaptionerSize
+import tasks.module
 from tasks.captioning.task import Captioning
 from tasks.captioning.task import Shapes
 
@@ -157,7 +158,8 @@ size = CaptionerSize(
     image_size=32, encoder_layers=1, encoder_width=16, decoder_layers=1, decoder_width=16, vocabulary_size=300
 )
 data = Shapes(batch_size=2, train_images=8, val_images=2, num_workers=0)
-task = Captioning(size=size, data=data, initialise="device")
+task = Captioning(size=size, data=data)
+tasks.module.LARGE = 1  # weights are drawn on the device
 module = task.build_module(max_steps=2)
 torch.rand(1 + rank)  # what a process draws of its own between building and training
 sums, draw = [], module.configure_model
