@@ -13,7 +13,7 @@ import pytest
 from tests.instant_cells import InstantCells
 from trainer.sweep.launcher import IsolatedLauncher
 from trainer.sweep.plan import SweepOptions
-from trainer.sweep.processes import set_aside
+from trainer.sweep.sweep import set_aside
 
 SWEEP = ("-m", "hydra.sweep.dir=sweep")
 

@@ -47,8 +47,7 @@ from trainer.sweep.plan import (
     recorded,
     with_arms,
 )
-from trainer.sweep.processes import stopping_signals
-from trainer.sweep.sweep import Sweep, summarize
+from trainer.sweep.sweep import run_cells, stopping_signals, summarize
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
 """Name that this module has in ``hydra.launcher._target_``."""
@@ -98,10 +97,9 @@ class IsolatedLauncher(Launcher):
         with alone(directory), stopping_signals() as signals:
             command = again(sys.argv[1:], directory)
             cells = self._cells(job_overrides, directory)
-            sweep = Sweep(cells, self._console)
-            sweep.run(signals)
+            run_cells(cells, signals, self._console.print)
         width = shutil.get_terminal_size().columns
-        runs = [Run(cell.directory, cell.record) for cell in sweep.ended]
+        runs = [Run(cell.directory, cell.record) for cell in cells if cell.exit_code is not None]
         self._console.print(summarize(runs, planned=len(cells), sweep_dir=directory, width=width))
         if signals:
             self._console.print(f"continue with: {command}")

@@ -1,99 +1,185 @@
-"""Sweep: runs what is left of its cells, one after the other, keeps what became of each, and compares them."""
+"""Sweep: runs what is left of its cells, each in a process of its own, one after the other; sees to it that each leaves
+a record, and compares them."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
 
+from trainer.process import handled, present_handlers
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run
-from trainer.sweep.plan import PlannedCell
-from trainer.sweep.processes import loaded, run_cell
+from trainer.sweep.environment import CellEnvironment, cache_variables
+from trainer.sweep.plan import REFUSED, PlannedCell
+from trainer.telemetry.record import RunRecord
+
+OUTPUT_NAME = "output.txt"
+POLL_SECONDS = 0.05
 
 
-class Sweep:
-    """Runs cells in their order. Finds those that finished before, and says so."""
-
-    def __init__(self, cells: Sequence[PlannedCell], console: Console) -> None:
-        self._cells, self._console = list(cells), console
-        self._look_back()
-
-    @property
-    def ended(self) -> list[PlannedCell]:
-        """Cells that ended, now or before, in order."""
-        return [cell for cell in self._cells if cell.exit_code is not None]
-
-    def run(self, signals: Sequence[int]) -> None:
-        """Run what is left; with the first of ``signals``, a list that grows, no further cell starts."""
-        for cell in self._cells:
-            if signals:
-                return
-            if not self._wants(cell):
-                continue
-            self._print(cell, f"-> {cell.directory}")
-            began = time.monotonic()
-            run_cell(cell, signals)
-            self._end(cell, time.monotonic() - began)
-
-    def _wants(self, cell: PlannedCell) -> bool:
-        """Whether a cell is to be run now; a warm one whose cold one failed is not, and fails."""
+def run_cells(cells: Sequence[PlannedCell], signals: Sequence[int], say: Callable[[str], None]) -> None:
+    """Run what is left, in order; with the first of ``signals``, a list that grows, no further cell starts."""
+    _look_back(cells, say)
+    for number, cell in enumerate(cells, 1):
+        if signals:
+            return
         if cell.exit_code is not None:
-            return False
-        if cell.start != "warm" or (cold := self._cold(cell)).exit_code == 0:
-            return True
-        record, cell.exit_code = cell.record, 1
-        record.status, record.reason = "failed", f"not run: its cold cell {cold.record.status}"
-        record.save(cell.directory)
-        self._end(cell, 0.0)
-        return False
+            continue
+        name, began = f"[{number}/{len(cells)}] {cell.title}", time.monotonic()
+        if cell.start == "warm" and (cold := _cold(cells, cell)).exit_code != 0:
+            cell.record.status, cell.record.reason = "failed", f"not run: its cold cell {cold.record.status}"
+            cell.record.save(cell.directory)
+            cell.exit_code = 1
+        else:
+            say(f"{name} -> {cell.directory}")
+            run_cell(cell, signals)
+        record, left = cell.record, sum(each.exit_code is None for each in cells)
+        speed = f" · {record.steady_steps_per_second:.2f} steps/s" if record.steady_steps_per_second else ""
+        reason = f" · {record.reason.splitlines()[0]}" if cell.exit_code != 0 and record.reason else ""
+        took = timedelta(seconds=round(time.monotonic() - began))
+        say(f"{name}: {record.status}{speed} · {took}{reason} ({left} left)")
+        if cell.caches is not None and cell is [each for each in cells if each.pair == cell.pair][-1]:
+            shutil.rmtree(cell.caches, ignore_errors=True)  # nobody needs them any more
 
-    def _end(self, cell: PlannedCell, seconds: float) -> None:
-        """Print how a cell ended, and remove caches that nobody needs any more."""
-        record = cell.record
-        parts = [record.status]
-        if record.steady_steps_per_second:
-            parts.append(f"{record.steady_steps_per_second:.2f} steps/s")
-        parts.append(str(timedelta(seconds=round(seconds))))
-        if cell.exit_code != 0 and record.reason:
-            parts.append(record.reason.splitlines()[0])
-        self._print(cell, f": {' · '.join(parts)} ({len(self._cells) - len(self.ended)} left)")
-        last = [each for each in self._cells if each.pair == cell.pair][-1]
-        if cell is last and cell.caches is not None:
+
+def _look_back(cells: Sequence[PlannedCell], say: Callable[[str], None]) -> None:
+    """Find the cells that have finished before and need not run again; say why others do."""
+    records = {cell.directory: loaded(cell.directory) for cell in cells}
+    finished = {place: record for place, record in records.items() if record and record.status == "finished"}
+    for cell in cells:
+        if cell.start == "warm" and cell.directory not in finished:
+            cold = _cold(cells, cell)
+            if finished.pop(cold.directory, None) is not None:
+                say(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
+    if finished:
+        say(f"finished before, not run again: {len(finished)} of {len(cells)} cells")
+    for cell in cells:
+        if (record := finished.get(cell.directory)) is not None:
+            cell.record, cell.exit_code = record, 0
+            say(f"  {cell.title}")
+
+
+def _cold(cells: Sequence[PlannedCell], warm: PlannedCell) -> PlannedCell:
+    return next(each for each in cells if each.pair == warm.pair and each.start == "cold")
+
+
+@contextlib.contextmanager
+def stopping_signals() -> Iterator[list[int]]:
+    """The signals to stop that arrive inside, one after the other: the running cell decides how it ends."""
+    found: list[int] = []
+    with handled(dict.fromkeys(present_handlers(), lambda number, _: found.append(number))):
+        yield found
+
+
+def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
+    """Run ``cell`` to its end; sets its exit code and its record.
+
+    ``signals`` are those that the sweep got, a list that grows; all are passed on.
+    """
+    set_aside(cell.directory)
+    cell.directory.mkdir(parents=True, exist_ok=True)
+    environment = {
+        **os.environ,
+        **CellEnvironment(parent=os.getpid(), round=cell.round, start=cell.start).variables(),
+    }
+    if cell.caches is not None:
+        if cell.start != "warm":
             shutil.rmtree(cell.caches, ignore_errors=True)
+        environment |= cache_variables(cell.caches.resolve(), store=cell.start is not None)
+    with (cell.directory / OUTPUT_NAME).open("ab") as output:
+        # A process group of its own: Ctrl-C in the terminal reaches it once, through the sweep, and what it leaves
+        # behind when it is killed can be killed with it.
+        process = subprocess.Popen(
+            cell.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            close_fds=False,  # it inherits the sweep's lock
+        )
+    passed_on = 0
+    try:
+        while (exit_code := process.poll()) is None:
+            for number in signals[passed_on:]:
+                process.send_signal(number)
+                passed_on += 1
+            time.sleep(POLL_SECONDS)
+    finally:  # at an error of ours, too: nothing may stay behind
+        if process.poll() is None:
+            process.terminate()
+    if exit_code != 0:  # processes that it started, other ranks for instance
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    cell.record, cell.exit_code = _settled(cell, exit_code, signals), exit_code
 
-    def _look_back(self) -> None:
-        """Find the cells that are finished and need not run again; say why others do."""
-        records = {place: loaded(cell.directory) for place, cell in enumerate(self._cells)}
-        finished = {place: one for place, one in records.items() if one is not None and one.status == "finished"}
-        for place, cell in enumerate(self._cells):
-            if cell.start == "warm" and place not in finished:
-                cold = self._cold(cell)
-                if finished.pop(self._cells.index(cold), None) is not None:
-                    self._say(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
-        for place, record in finished.items():
-            self._cells[place].record, self._cells[place].exit_code = record, 0
-        if finished:
-            self._say(f"finished before, not run again: {len(finished)} of {len(self._cells)} cells")
-            for cell in self.ended:
-                self._say(f"  {cell.title}")
 
-    def _cold(self, cell: PlannedCell) -> PlannedCell:
-        return next(each for each in self._cells if each.pair == cell.pair and each.start == "cold")
+def _settled(cell: PlannedCell, exit_code: int, signals: Sequence[int]) -> RunRecord:
+    """The record that it left, or that is written for it: finished, interrupted or failed, and why."""
+    record = loaded(cell.directory)
+    if record is None:
+        record = cell.record  # refused or dead before the first record
+    if record.status in ("failed", "interrupted") or (exit_code == 0 and record.status == "finished"):
+        return record
+    if signals:
+        record.status, record.signal = "interrupted", signals[-1]
+        record.reason = signal.Signals(signals[-1]).name
+    else:
+        record.status, record.reason = "failed", _cause(cell, exit_code)
+    record.save(cell.directory)
+    return record
 
-    def _print(self, cell: PlannedCell, text: str) -> None:
-        blank = "" if text.startswith(":") else " "
-        self._say(f"[{self._cells.index(cell) + 1}/{len(self._cells)}] {cell.title}{blank}{text}")
 
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+def _cause(cell: PlannedCell, exit_code: int) -> str:
+    printed = _last_lines(cell.directory / OUTPUT_NAME)
+    if exit_code == -signal.SIGKILL:
+        return "killed (SIGKILL), as a system does that runs out of memory"
+    if exit_code < 0:
+        return f"killed ({signal.Signals(-exit_code).name})"
+    errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
+    if exit_code == REFUSED or errors:  # torchrun has an exit code of its own
+        return f"refused: {errors[0] if errors else 'see its output'}"
+    return f"crashed (exit code {exit_code})" + (f": {printed[-1]}" if printed else "")
+
+
+def loaded(directory: Path) -> RunRecord | None:
+    """The record that a cell has left."""
+    with contextlib.suppress(ValueError):
+        return RunRecord.load(directory)
+    return None
+
+
+def set_aside(directory: Path) -> None:
+    """Move what an earlier attempt left out of the sweep, where neither TensorBoard nor a comparison finds it."""
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return
+    aside = directory.parent.with_name(f"{directory.parent.name}-set-aside")
+    aside.mkdir(exist_ok=True)
+    target, count = aside / directory.name, 1
+    while target.exists():
+        count += 1
+        target = aside / f"{directory.name}-{count}"
+    directory.rename(target)
+
+
+def _last_lines(file: Path) -> list[str]:
+    """The last lines of a cell's output, without empty ones."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - 4096))
+        text = stream.read().decode(errors="replace")
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, width: int) -> str:
