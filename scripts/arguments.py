@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer.process import StopRequest
@@ -60,22 +60,13 @@ def parser(name: str, about: str, more: str = "", *, overrides: bool = False) ->
     return made
 
 
-def at_least(least: float, kind: type[int] | type[float] = float) -> Callable[[str], Any]:
-    """A type of arguments: numbers from ``least`` on."""
-
-    def number(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number") from None
-        if not value >= least:
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least:g}")
-        return value
-
-    return number
+def positive(text: str) -> int:
+    """A type of arguments: whole numbers from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
-positive = at_least(1, int)
 STEPS_HELP = "steps to give total times for (default: 500,2000,20000)"
 
 

@@ -63,11 +63,6 @@ class WorkloadComparison:
     """All arms of one workload."""
 
     workload: str
-    task: str
-    device: str
-    """All that there are, joined by `` / `` (then they are in ``unlike``); ``n/a`` when no record has one."""
-    processor: str
-    """Of the host, likewise."""
     baseline: str
     """Arm that the others are compared with."""
     rows: list[Row]
@@ -126,13 +121,9 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
     base = named[0] if named else None
     everything = [run for cell in cells for run in cell.runs]
     measured = [run for cell in cells for run in cell.finished] or everything
-    first = everything[0].record
     start = max(("cold", "warm"), key=lambda start: sum(bool(cell.started(start)) for cell in cells))
     found = WorkloadComparison(
         workload=workload,
-        task=first.task,
-        device=_joined([run.record.device for run in measured]) or "n/a",
-        processor=_joined([run.record.processor for run in measured]) or "n/a",
         baseline=baseline if base is None else base.arm,
         start=start,
         rows=_rows(cells, base, start, at_steps),
@@ -298,7 +289,3 @@ def _without(name: str, base: Cell | None) -> str:
         return f"no {name} run of this workload has finished, so there is nothing to compare with"
     how = "; compile=eager makes one" if name == "eager" else ""
     return f"there is no {name} run of this workload to compare with{how}"
-
-
-def _joined(values: Sequence[str | None]) -> str:
-    return " / ".join(dict.fromkeys(value for value in values if value is not None))

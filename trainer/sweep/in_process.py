@@ -46,8 +46,8 @@ from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
 from trainer.settings import TrainerConfig
+from trainer.sweep.environment import origin
 from trainer.telemetry import hardware
-from trainer.telemetry.machine import processor_name
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
 WARMUP_STEPS = 5
@@ -184,16 +184,8 @@ class _Turns:
                 if (arm := left.get(place)) is None:
                     continue
                 strategies = copy.deepcopy(arm)
-                record = RunRecord(
-                    task="",
-                    strategies=[strategy.facts() for strategy in strategies],
-                    label=label(strategies),
-                    seed=self.seed,
-                    round=number,
-                    start="cold" if number == 1 else "warm",
-                    processor=processor_name(),
-                    versions=hardware.versions(),
-                )
+                record = RunRecord(task="", seed=self.seed, round=number, **origin(strategies, ()))
+                record.start, record.versions = "cold" if number == 1 else "warm", hardware.versions()
                 limit = _Limit(steps=steps, seconds=seconds if steps is None else LONGEST * seconds)
                 turn = f"{label(arm)}, round {number} of {rounds}"
                 with console.status(turn):
