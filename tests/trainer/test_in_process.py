@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,19 @@ def records(found: WorkloadComparison) -> list[RunRecord]:
     return [run.record for run in sorted(runs, key=lambda run: int(run.directory.name.partition("-")[0]))]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def turns_last() -> Iterator[None]:
+    """A busy machine would end an arm's turn early."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.sweep.in_process.LONGEST", 1e6)
+        yield
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[WorkloadComparison, Blocks, Path]:
     out, module = tmp_path_factory.mktemp("out"), Blocks()
     arms: list[Strategy] = [Regional(backend="eager"), Whole(backend="eager")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.sweep.in_process.LONGEST", 1e6)  # a busy machine would end an arm's turn early
-        found = compare(module, loader(generator=torch.Generator().manual_seed(3)), arms, out=out, **SHORT)
+    found = compare(module, loader(generator=torch.Generator().manual_seed(3)), arms, out=out, **SHORT)
     return found, module, out
 
 
