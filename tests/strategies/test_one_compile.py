@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from strategies import Cached
 from strategies.base import Program
 from strategies.compose import compiler_settings
 from strategies.torch_patches import _locked
-from tests.processes import Pair
+from tests.processes import Pair, RanksFailed
 
 pytestmark = pytest.mark.xdist_group("two_processes")
 GRAPHS = 2
@@ -155,22 +156,22 @@ def test_one_process_alone_is_left_as_it_is() -> None:
         assert not torch._functorch.config.force_non_lazy_backward_lowering
 
 
-def hold(path: Path, holds: Any) -> None:
-    with _locked(path):
-        holds.set()
-        time.sleep(100)
+def inside_or_dead(folder: Path) -> str:
+    """The first rank dies with the lock, once the second one wants it."""
+    rank, other = os.environ["RANK"], str(1 - int(os.environ["RANK"]))
+    with _locked(folder / "key") if rank == "0" else contextlib.nullcontext():
+        (folder / rank).touch()
+        while not (folder / other).exists():
+            time.sleep(0.01)
+        if rank == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    with _locked(folder / "key"):
+        return "got it"
 
 
-def test_a_rank_that_dies_while_it_compiles_keeps_no_other_waiting(tmp_path: Path) -> None:
-    forks = multiprocessing.get_context("fork")
-    holds = forks.Event()
-    holder = forks.Process(target=hold, args=(tmp_path / "locks" / "key", holds))
-    holder.start()
-    assert holds.wait(30)
-    holder.kill()
-    with _locked(tmp_path / "locks" / "key"):
-        pass
-    holder.join()
+def test_a_rank_that_dies_while_it_compiles_keeps_no_other_waiting(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0 died.*rank 1 returned"):
+        pair(inside_or_dead, tmp_path)
 
 
 def hashed(folder: str) -> tuple[int, str]:
