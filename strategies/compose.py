@@ -49,11 +49,13 @@ def check(strategies: Sequence[Strategy]) -> None:
 def compiler_settings(settings: dict[str, Any], *, eager_embeddings: bool = True) -> Iterator[None]:
     """Set ``torch._dynamo.config`` values for the length of a run, avoid known faults, and restore all of it."""
     import torch._dynamo.config as config
+    import torch._functorch.config as autograd_config
 
     from strategies.torch_patches import embeddings_as_in_eager, faults_avoided, one_compile_for_all_ranks
 
     embeddings = embeddings_as_in_eager() if eager_embeddings else contextlib.nullcontext()
-    with config.patch(settings), faults_avoided(), one_compile_for_all_ranks(), embeddings:
+    donates = autograd_config.patch(donated_buffer=autograd_config.donated_buffer)  # ``keep_buffers`` changes it
+    with config.patch(settings), donates, faults_avoided(), one_compile_for_all_ranks(), embeddings:
         yield
 
 

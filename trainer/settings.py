@@ -212,7 +212,8 @@ class Config:
     """One of ``ON_DIFFERENCE``: an audited step that is not eager's ends the run before it saves again, or the run
     continues in eager, with a warning."""
     on_compile_error: str = "fail"
-    """One of ``ON_COMPILE_ERROR``: what does not compile ends the run, or continues in eager with a warning."""
+    """One of ``ON_COMPILE_ERROR``: what does not compile ends the run before its first step, or continues in eager with
+    a warning, as it does after the first step in any case."""
     on_slower: str = "warn"
     """One of ``ON_SLOWER``: a compiled run that is slower than eager says so, or continues in eager."""
 

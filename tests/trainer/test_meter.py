@@ -57,6 +57,17 @@ def test_it_is_warm_when_the_warm_up_steps_are_over_whether_they_were_timed_or_n
     assert meter.warm
 
 
+def test_new_shapes_before_a_switch_are_not_counted_against_steady_steps_after_it() -> None:
+    meter = Meter(warmup_steps=0)
+    for unsettled in (False, True):
+        meter.add(Step(1, seconds=9.0, unsettled=unsettled))
+    meter.restart()
+    meter.add(step(2))
+    assert (filled(meter).new_shape_steps, filled(meter).new_shape_seconds) == (0, None)
+    meter.add(Step(3, seconds=0.4, unsettled=True))
+    assert filled(meter).new_shape_seconds == pytest.approx(0.3)
+
+
 def test_a_run_without_a_steady_step_has_no_steady_figures() -> None:
     meter = Meter(warmup_steps=5)
     meter.add(step(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +182,14 @@ class Drops(Blocks):
             self.layers = self.layers[:2]
 
 
+class Adds(Blocks):
+    """Grows in the middle of the training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3 and len(self.layers) == 3:
+            self.layers.append(copy.deepcopy(self.layers[0]))
+
+
 class Iterates(Blocks):
     """Takes its batches itself."""
 
@@ -192,7 +201,7 @@ class Iterates(Blocks):
         super().log(*given, **named, batch_size=4)
 
 
-@pytest.mark.parametrize("kind", [InSetup, InConfigureModel, Drops, Iterates])
+@pytest.mark.parametrize("kind", [InSetup, InConfigureModel, Drops, Adds, Iterates])
 def test_modules_that_build_change_or_iterate_by_themselves_train_compiled(
     kind: type[Blocks], tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -201,6 +210,8 @@ def test_modules_that_build_change_or_iterate_by_themselves_train_compiled(
     assert fit(kind(), tmp_path, [compile_], max_steps=12) == pytest.approx(eager, rel=FLOOR)
     assert compile_.record.regions_compiled == 3
     assert any("layers.2: no longer in the module" in str(one.message) for one in recwarn) is (kind is Drops)
+    assert [str(one.message)[:17] for one in recwarn].count("layers.3: joined ") == (kind is Adds)
+    assert list(compile_.record.eager_parts) == ["layers.3"] * (kind is Adds)
 
 
 class Summarised(Blocks):

@@ -19,7 +19,7 @@ from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
-from trainer.guards.rollback import CompileFailed, Rollback
+from trainer.guards.rollback import Rollback
 
 
 class Odd(nn.Module):
@@ -99,7 +99,7 @@ def test_the_part_at_fault_goes_on_eager_and_the_others_compiled(
 def test_a_run_of_which_nothing_compiles_is_eager_and_says_so(backend: str, tmp_path: Path) -> None:
     eager = fit(Blocks(), tmp_path, [])
     compile_ = Compile([Regional(backend=backend)], on_compile_error="eager")
-    with pytest.warns(UserWarning, match=r"layers\.0, layers\.1, layers\.2 runs eager"):
+    with pytest.warns(UserWarning, match=r"layers\.0, layers\.1, layers\.2 run eager, they"):
         losses = fit(Blocks(), tmp_path, [compile_])
     assert losses == eager
     assert (compile_.record.regions, compile_.record.regions_compiled) == (3, 0)
@@ -147,12 +147,15 @@ def _small_only(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., 
     return graph.forward
 
 
-def test_a_compile_that_fails_in_the_middle_of_the_training_is_rolled_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "said"), [("eager", "on_compile_error=eager"), ("fail", "after the first step")])
+def test_a_compile_that_fails_in_the_middle_of_the_training_is_rolled_back(
+    mode: str, said: str, tmp_path: Path
+) -> None:
     if "tests_small_only" not in torch.compiler.list_backends(()):
         torch._dynamo.register_backend(_small_only, name="tests_small_only")
     eager = fit(Growing(), tmp_path, [])
-    compile_ = Compile([Regional(backend="tests_small_only", dynamic=False)], on_compile_error="eager", parity="off")
-    with pytest.warns(UserWarning, match="no new shape"):
+    compile_ = Compile([Regional(backend="tests_small_only", dynamic=False)], on_compile_error=mode, parity="off")
+    with pytest.warns(UserWarning, match=f"{said}: .* run eager, they did not compile: .*no new shape"):
         assert fit(Growing(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
     done = compile_.record.report["rollback"]["rolled_back"]
     assert [entry["step"] for entry in done] == [3]
@@ -191,13 +194,65 @@ def test_an_optimizer_that_does_not_compile_steps_eager(tmp_path: Path) -> None:
     assert compile_.record.report["rollback"]["rolled_back"][0]["parts"] == ["broken_optimizer"]
 
 
-def test_with_several_processes_a_late_failure_ends_the_run_with_what_to_do() -> None:
+class Penalised(Blocks):
+    """From the third step on its loss has a gradient in it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        loss = super().training_step([inputs, batch[1]], batch_idx)
+        if self.global_step >= 2:
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            loss = loss + slope.square().sum()
+        return loss
+
+
+class KeepsGraph(Blocks):
+    """Adds up the gradients of two backwards through one graph."""
+
+    def backward(self, loss: Tensor, *_: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class KeepsGraphLater(KeepsGraph):
+    def backward(self, loss: Tensor, *_: Any) -> None:
+        if self.global_step < 2:
+            loss.backward()
+        else:
+            super().backward(loss)
+
+
+@pytest.mark.parametrize("kind", [Penalised, KeepsGraphLater])
+def test_a_backward_that_no_longer_goes_through_compiled_code_is_repeated_in_eager(
+    kind: type[Blocks], tmp_path: Path
+) -> None:
+    eager, compile_ = fit(kind(), tmp_path, []), Compile([Regional(backend="aot_eager")])
+    with pytest.warns(UserWarning, match=r"after the first step: layers\.0, .* run eager.* This step ran twice"):
+        assert fit(kind(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+    assert compile_.record.ended_in_eager
+    assert compile_.record.report["rollback"]["rolled_back"][0]["step"] == 3
+
+
+def test_a_backward_that_keeps_its_graph_is_compiled_for_that(tmp_path: Path) -> None:
+    eager, compile_ = fit(KeepsGraph(), tmp_path, []), Compile([Whole(backend="aot_eager", dynamic=True)])
+    assert fit(KeepsGraph(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+    assert (compile_.record.regions_compiled, compile_.record.ended_in_eager) == (5, False)
+    assert torch._functorch.config.donated_buffer, "as it was"
+
+
+def test_with_several_processes_the_one_where_a_late_compile_fails_runs_eager() -> None:
     class OneOfTwo:
         world_size, steps_done = 2, 7
 
-    module = nn.Sequential(Block())
-    program = Program(module=module)
+    class Watch:
+        events, phase = list[Any](), ""
+
+        def collect(self) -> None: ...
+
+    module, x = nn.Sequential(Block()), torch.randn(2, 8)
+    eager, program = module(x), Program(module=module)
     Whole(backend=backends.BROKEN_FORWARD).apply(program)
-    Rollback("eager", OneOfTwo(), program, watch=None)  # type: ignore[arg-type]
-    with pytest.raises(CompileFailed, match=r"did not compile in step 8: .*no forward.* warm every shape"):
-        module(torch.randn(2, 8))
+    Rollback("fail", OneOfTwo(), program, Watch()).trained = True  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match=r"after the first step: 0 runs eager, it did not compile: .*no forward"):
+        assert torch.equal(module(x), eager)
+    assert program.report["rollback"]["rolled_back"][0]["step"] == 8

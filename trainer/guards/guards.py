@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from strategies import Program
 from strategies.base import Steps, holds
 from strategies.compose import eager
-from strategies.errors import is_compile_error, one_line
+from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
 from strategies.regions import give_up, outermost
 from trainer.guards import CompiledNothing, Guarding
@@ -50,7 +50,7 @@ class Guards:
 
     After ``CHANCES`` optimizer steps it is an error that nothing was compiled. ``chosen`` strategies are what
     ``compile=auto`` tries: eager takes over where they fail, and they are timed on the training's own steps. Where
-    every region was ``compared`` with eager already, there is no preflight.
+    every region was ``compared`` with eager already, there is no preflight. ``trained``: steps are done already.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Guards:
         *,
         chosen: bool = False,
         compared: bool = False,
+        trained: bool = False,
     ) -> None:
         self._guarding = dataclasses.replace(guarding, on_compile_error="eager") if chosen else guarding
         self._loop, self._program, self._telemetry, self._record = loop, program, telemetry, record
@@ -71,12 +72,16 @@ class Guards:
         self._lazy = ""
         self._begun = self._stepped = self._verified = self._waits = False
         self._eagerly = contextlib.ExitStack()
-        self._rollback = Rollback(self._guarding.on_compile_error, loop, program, telemetry.compiler)
-        self._preflight = Preflight(self._guarding, loop, program, telemetry, self._rollback, timed=not chosen)
+        self.rollback = Rollback(self._guarding.on_compile_error, loop, program, telemetry.compiler)
+        self.rollback.trained = trained
+        self._preflight = Preflight(self._guarding, loop, program, telemetry, self.rollback, timed=not chosen)
         self._preflight.wanted &= not compared
         self._compared = compared
         self._slowdown: Slowdown | None = None
         self._lock: Lock | None = None
+        holders = {path.rpartition(".")[0] for path in (region.path for region in program.regions) if path}
+        held = ((path, program.module.get_submodule(path)) for path in holders)
+        self._holders = {path: (holder, set(holder.children())) for path, holder in held}
 
     def before_batch(self, batch: Any) -> None:
         """A batch is on the device: preflight on the first one; later, time it where the run is under suspicion."""
@@ -143,17 +148,18 @@ class Guards:
         if stepped and self._steps < CHANCES and self._record.regions:  # which is the same on all processes
             self._steps += 1
             if self._steps in (1, CHANCES):
-                self._rollback.check()
+                self.rollback.check()
                 self._verify(last=self._steps == CHANCES)
         if stepped and not self._stepped:
-            self._stepped = True
+            self._stepped = self.rollback.trained = True
             if self._lock is not None:
                 self._lock.close()
                 self._telemetry.reporter.recompiles = False
         elif self._lock is not None:
             self._lock.check(f"in training step {self._loop.steps_done}")
         if stepped and self._loop.steps_done % self._loop.log_every_n_steps == 0:  # the telemetry reads its clock
-            self._rollback.check()
+            self.rollback.check()
+            self._check_joined()
             if self._slowdown is not None:
                 self._slowdown.check()
 
@@ -169,10 +175,11 @@ class Guards:
             reason = f"{self._lazy} got no shape in this training"
             self._preflight.skip(reason)
         if self._waits and self._program.regions:
-            self._rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
+            self.rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
         if not self._stepped:
             return
-        self._rollback.check()
+        self.rollback.check()
+        self._check_joined()
         if self._slowdown is not None and self._slowdown.short_of_time:
             self._program.report.setdefault("slowdown", {})["short_of_time"] = True
         there = dict(self._program.module.named_modules(remove_duplicate=False))
@@ -187,23 +194,15 @@ class Guards:
             if not any(event.kind == "fallback" and reason in event.reason for event in events):
                 events.append(Event(kind="fallback", reason=f"{part}: {reason}"))
 
-    def on_exception(self, error: BaseException) -> None:
-        """A compile that failed in the middle of a step, where nothing can be rolled back, is explained."""
-        if self._stepped and self._guarding.on_compile_error == "eager" and is_compile_error(error):
-            self._program.notes.append(
-                "on_compile_error=eager: this compile failed where nothing could be rolled back (in a backward, or "
-                "with several processes); resume with the part left out, or warm all shapes with compile=buckets"
-            )
-
     def _run_preflight(self, batch: Any) -> None:
         try:
             self._preflight.run(batch)
         except ParityError as error:
             if not self._chosen:
                 raise
-            self._rollback.give_up(list(self._program.regions), one_line(error), because="compile=auto")
+            self.rollback.give_up(list(self._program.regions), one_line(error), because="compile=auto")
             self._preflight.sample = None
-            if self._rollback.anything_left:
+            if self.rollback.anything_left:
                 self._preflight.run(batch)
 
     def _waits_for_parameters(self) -> bool:
@@ -242,6 +241,17 @@ class Guards:
 
     # ---- nothing compiled ------------------------------------------------------------------------------------------
 
+    def _check_joined(self) -> None:
+        """Say which blocks the training has put beside regions."""
+        for path, (holder, known) in self._holders.items():
+            for name, child in holder.named_children():
+                if child not in known and any(True for _ in child.parameters()):
+                    part = f"{path}.{name}".lstrip(".")
+                    reason = "joined the module while it trained and runs eager: what is compiled is chosen before"
+                    self._program.eager_parts[part] = reason
+                    self._warn(f"{part}: {reason}")
+                known.add(child)
+
     def _verify(self, *, last: bool) -> None:
         """Raise CompiledNothing where that is certain: all regions were called, or had all their chances."""
         missing = self._not_compiled()
@@ -256,7 +266,7 @@ class Guards:
             )
             if self._guarding.on_compile_error == "fail":
                 raise CompiledNothing(f"{line}; on_compile_error=eager trains all the same")
-            self._rollback.give_up(list(self._program.regions), line)
+            self.rollback.give_up(list(self._program.regions), line)
         elif certain and not self._verified:
             self._verified = True
             if missing:

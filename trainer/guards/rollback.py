@@ -2,7 +2,8 @@
 
 ``torch.compile`` is lazy: the forward compiles at the first call, the backward inside ``.backward()``, the optimizer in
 its first step. What eager can run and compiled cannot is the compiler's fault; nothing is guessed from error classes
-except in the middle of training, where there is no second try.
+except in the middle of training, where there is no second try. From the first step on, nothing that eager can do ends
+the run, as far as the step under way can be repeated.
 
 Code that was compiled as often as torch allows (``strategies.regions.RECOMPILE_LIMIT``) is no failure: its kind of
 region runs eager from then on, on the process where it happened. Others need not follow: what a region computes and
@@ -12,6 +13,7 @@ the order in which gradients and collectives come are the same, compiled or not.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +31,12 @@ from strategies.errors import (
     is_double_backward,
     is_out_of_memory,
     is_recompile_limit,
+    needs_kept_buffers,
     one_line,
 )
-from strategies.loop import Loop
+from strategies.loop import Loop, MicroBatch
 from strategies.regions import compiled_only, give_up, guard_calls
+from strategies.torch_patches import keep_buffers
 from trainer.guards.compare import ParityError
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import Event
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     from trainer.settings import Config
 
 BECAUSE = "on_compile_error=eager"
+LATER = "after the first step"
+"""Why what does not compile runs eager under ``on_compile_error=fail``."""
 
 
 class CompileFailed(RuntimeError):
@@ -48,12 +54,14 @@ class CompileFailed(RuntimeError):
 
 
 class Rollback:
-    """Decides what happens when something does not compile, by ``mode``: ``fail`` (the error ends the run) or ``eager``
-    (the part at fault continues in eager)."""
+    """Decides what happens when something does not compile, by ``mode``: ``fail`` (the error ends the run, unless that
+    is ``trained`` already) or ``eager`` (the part at fault continues in eager)."""
 
     def __init__(self, mode: str, loop: Loop, program: Program, watch: CompilerMonitor) -> None:
         self._mode, self._loop, self._program, self._watch = mode, loop, program, watch
         self._trying = False
+        self.trained = False
+        """Whether a step of the run is done, whose work must not be lost."""
         guard_calls(program, self._failed_in_forward)
 
     @property
@@ -68,7 +76,10 @@ class Rollback:
             error = self._tried(run)
             if not self._loop.anywhere(error is not None):
                 return
-            fails = self._mode == "fail" and not self._limit_is_eager(error)
+            if self._loop.anywhere(error is not None and needs_kept_buffers(error) and keep_buffers()):
+                restore()
+                continue
+            fails = self._mode == "fail" and not self.trained and not self._limit_is_eager(error)
             hopeless = not self.anything_left or (error is not None and is_out_of_memory(error))
             if self._loop.anywhere(hopeless or (fails and error is not None)):
                 if error is not None and is_double_backward(error) and self._loop.world_size == 1:
@@ -92,11 +103,25 @@ class Rollback:
         if self._loop.anywhere(error is not None):
             raise error or CompileFailed("another process failed")
 
-    def give_up(self, regions: list[Region], reason: str, *, step: int | None = None, because: str = BECAUSE) -> None:
-        """Let ``regions`` run eager from now on and report it; ``because`` is the option that asks for it."""
+    def give_up(self, regions: list[Region], reason: str, *, step: int | None = None, because: str = "") -> None:
+        """Let ``regions`` run eager from now on and report it; ``because`` says why, unless they did not compile."""
         paths = [region.path for region in regions]
         give_up(self._program, regions, reason)
         self._report(_listed(paths), paths, reason, step, because)
+
+    def run(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Run a micro-batch of the training. Where compiled code fails in its backward (a first gradient of a gradient)
+        it runs once more, in eager: not where gradients are there already, or other processes would wait."""
+        try:
+            return micro_batch.run(micro_batch.batch)
+        except Exception as error:
+            alone = self._loop.world_size == 1 and micro_batch.begins and not self._program.captures_steps
+            ours = is_double_backward(error) or (is_compile_error(error) and not is_recompile_limit(error))
+            if not (self.trained and alone and ours and self._program.regions):
+                raise
+            reason = f"{one_line(error)}. This step ran twice: random numbers and buffers are not put back"
+        self.give_up(list(self._program.regions), reason, step=self._loop.steps_done + 1)
+        return micro_batch.run(micro_batch.batch)
 
     def check(self) -> None:
         """Between two batches: give up what torch has begun to run eager by itself, see ``on_recompile_limit``."""
@@ -137,7 +162,7 @@ class Rollback:
             restore()
             if failed:
                 names = give_up_others(program, reason)
-                self._report(f"compile={','.join(names)}", names, reason, None, BECAUSE)
+                self._report(f"compile={','.join(names)}", names, reason)
                 return
         broken = self._kinds_that_fail(run, restore) or list(program.regions)
         if error is not None and is_recompile_limit(error):
@@ -177,21 +202,19 @@ class Rollback:
             if not region.strict:
                 self._beyond_limit(type(region.module), step=step + 1)
                 return
-        if self._mode == "fail" or is_recompile_limit(error):
+        fails = self._mode == "fail" and (is_recompile_limit(error) or not self.trained)
+        if fails or is_recompile_limit(error):
             self._explain(error)
-        if self._mode == "fail":
+        if fails:
             raise error
-        if self._loop.world_size > 1:
-            raise CompileFailed(
-                f"{region.path} did not compile in step {step + 1}: {one_line(error)}. Several processes cannot agree "
-                "on eager after the first step: resume with this part left out, or warm every shape (compile=buckets)"
-            ) from error
         self.give_up([one for one in self._program.regions if one.kind == region.kind], one_line(error), step=step + 1)
 
-    def _report(self, what: str, paths: list[str], reason: str, step: int | None, because: str) -> None:
-        failed = ", it did not compile" if because == BECAUSE else ""
-        line = f"{because}: {what} runs eager{failed}: {reason}"
-        rank_zero_warn(line)
+    def _report(self, what: str, paths: list[str], reason: str, step: int | None = None, because: str = "") -> None:
+        run, they = ("runs", "it") if len(paths) == 1 else ("run", "they")
+        failed = "" if because else f", {they} did not compile"
+        because = because or (BECAUSE if self._mode == "eager" else LATER)
+        line = f"{because}: {what} {run} eager{failed}: {reason}"
+        (rank_zero_warn if step is None else warnings.warn)(line)  # alone, in the middle of a step
         self._program.notes.append(line)
         done = self._program.report.setdefault("rollback", {"rolled_back": []})["rolled_back"]
         done.append({"parts": paths, "reason": reason, "step": step})

@@ -25,7 +25,7 @@ from torch import nn
 from strategies import Program, Ragged, Stage, Strategy
 from strategies.base import Capture
 from strategies.compose import apply, begin, check, compiler_settings, end, give_up_others, label, ordered
-from strategies.loop import Loop
+from strategies.loop import Loop, MicroBatch
 from strategies.prepare import Preparation
 from strategies.regions import give_up, uncompile
 from trainer.guards import Guarding
@@ -217,6 +217,8 @@ class CompiledTraining:
             self._takeover = make(self._taking_over, loop, self.program, self.telemetry, self._settings, parity)
             self._takeover.start()
         self._log_notes(self.program)
+        if self.strategies:
+            self._settings.callback(loop.take_over(self._run))
         self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
         if self._takeover is None:
@@ -329,7 +331,7 @@ class CompiledTraining:
             self._chooser.before_step(batch, lambda: self._check_before(batch))
         if self._takeover is not None and self._guards is None:
             if self._takeover.over:
-                self._guard(loop, program, compared=not loop.anywhere(self._takeover.vague))
+                self._guard(loop, program, trained=True, compared=not loop.anywhere(self._takeover.vague))
             else:
                 self._takeover.before_batch(batch)
         self._check_before(batch)
@@ -354,6 +356,10 @@ class CompiledTraining:
         self._step_begins = stepped
         if stepped and self._chooser is not None and not self._chooser.decided:
             self._chooser.after_step()
+
+    def _run(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        guards = self._guards
+        return micro_batch.run(micro_batch.batch) if guards is None else guards.rollback.run(micro_batch)
 
     def mark_step(self) -> None:
         """A step or an evaluation batch begins. Without a backward, only this mark tells CUDA graphs which outputs
@@ -397,8 +403,6 @@ class CompiledTraining:
         """Keep what was measured of a run that ends early; a broken device must not hide the first error."""
         if self._own is not None:
             self._own.failed(self.record, error)
-        if self._guards is not None:
-            self._guards.on_exception(error)
         for _ in range(2):
             # Twice: where a signal to the group has killed data workers, torch's signal handler raises for each one,
             # wherever the main thread is, and so perhaps in here.

@@ -194,7 +194,7 @@ class Meter:
         """Steps so far are warm-up for what comes, which begins with one of its own."""
         self.warmup_seconds += self.steady.seconds
         self.warmup_step_count += self.steady.steps
-        self.steady, self._steady_seconds = Totals(), array("d")
+        self.steady, self._steady_seconds, self._new_shapes = Totals(), array("d"), array("d")
         self._timed = self.ended = 0
 
     def fill(self, record: RunRecord) -> None:

@@ -230,7 +230,7 @@ class RunRecord:
     warmup_steps: int | None = None
     """Number of those steps."""
     new_shape_steps: int | None = None
-    """Of those, how many nothing but a new shape keeps from being steady."""
+    """Of those since the last switch of strategies, how many nothing but a new shape keeps from being steady."""
     new_shape_seconds: float | None = None
     """What they took beyond as many steady steps; None without either."""
     compile_seconds: float | None = None
