@@ -113,6 +113,27 @@ def run_within(around: Around) -> RunMicroBatch:
 class Loop(Protocol):
     """A training loop, from the beginning of a training to its end."""
 
+    # ---- facts that stay as they are
+
+    device: torch.device
+    """Where this process trains."""
+    precision: str
+    """Lightning's name for the precision: ``32-true``, ``bf16-mixed``, ..."""
+    scaler: Any | None
+    """The gradient scaler, ``torch.amp.GradScaler``."""
+    manual: bool
+    """Whether the training step runs backward and optimizers itself."""
+    directory: str
+    """Where the run writes."""
+    log_every_n_steps: int
+    """Optimizer steps between two writes of logged figures."""
+    world_size: int
+    """Processes that train together."""
+    is_first_process: bool
+    """Whether this process writes and reports."""
+    cuda_graphs: bool
+    """Whether Inductor replays compiled code from CUDA graphs, so that each step has to be marked."""
+
     # ---- facts
 
     @property
@@ -128,24 +149,8 @@ class Loop(Protocol):
         """Learning-rate schedulers."""
 
     @property
-    def scaler(self) -> Any | None:
-        """The gradient scaler, ``torch.amp.GradScaler``."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process trains."""
-
-    @property
-    def precision(self) -> str:
-        """Lightning's name for the precision: ``32-true``, ``bf16-mixed``, ..."""
-
-    @property
     def micro_batches(self) -> int:
         """Batches whose gradients are accumulated for one optimizer step."""
-
-    @property
-    def manual(self) -> bool:
-        """Whether the training step runs backward and optimizers itself."""
 
     @property
     def steps_done(self) -> int:
@@ -164,16 +169,8 @@ class Loop(Protocol):
         """Whether the module is validated during this training."""
 
     @property
-    def log_every_n_steps(self) -> int:
-        """Optimizer steps between two writes of logged figures."""
-
-    @property
     def metrics(self) -> Mapping[str, Tensor]:
         """What was logged last, by name."""
-
-    @property
-    def directory(self) -> str:
-        """Where the run writes."""
 
     @property
     def writer(self) -> SummaryWriter | None:
@@ -186,14 +183,6 @@ class Loop(Protocol):
         """Objects in whose attributes the loop counts what a step did."""
 
     # ---- processes
-
-    @property
-    def world_size(self) -> int:
-        """Processes that train together."""
-
-    @property
-    def is_first_process(self) -> bool:
-        """Whether this process writes and reports."""
 
     def anywhere(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any process; every process calls it."""
@@ -211,9 +200,6 @@ class Loop(Protocol):
         """``tensor`` over all processes, ``sum``, ``mean`` or ``max``; every process calls it."""
 
     # ---- single steps on a batch at hand, apart from the training
-
-    cuda_graphs: bool
-    """Whether Inductor replays compiled code from CUDA graphs, so that each step has to be marked."""
 
     def why_not_apart(self) -> str | None:
         """Why no step can be run apart from the training; None when one can."""

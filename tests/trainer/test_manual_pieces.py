@@ -11,12 +11,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from strategies import Program, Whole
 from strategies.loop import Span
-from tests.trainer.lightning_modules import Blocks, quiet_trainer
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.callback import Compile
 from trainer.guards.compare import Comparison, around_steps, displaced, parameters_of
@@ -192,9 +191,8 @@ def test_seconds_are_those_of_one_optimizer_step() -> None:
 
 
 def test_ddp_that_takes_its_first_backward_for_all_has_no_preflight() -> None:
-    strategy: Any = SingleDeviceStrategy("cpu")
-    strategy.model = SimpleNamespace(static_graph=True)
-    trainer: Any = SimpleNamespace(strategy=strategy, lightning_module=Blocks(), optimizers=[])
+    trainer: Any = quiet_trainer()
+    trainer.strategy.model = SimpleNamespace(static_graph=True)
     assert "static_graph=True" in str(LightningLoop(trainer).why_not_apart())
 
 

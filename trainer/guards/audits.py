@@ -151,72 +151,58 @@ class Audits:
     def _paired(self, micro_batch: MicroBatch, *, update: bool = False) -> Iterator[Pair]:
         """Inside, the step is run, and eager's forward before its ``training_step``; where the step is replayed, which
         calls no Python, before all of it."""
-        pair = Pair({})
+        pair, calls = Pair({}), 0
         update = update and "update" not in self._never
         auditing = self._telemetry.auditing
-        if self._program.captures_steps:
-            with auditing():
-                self._run_eager(pair, micro_batch.arguments)
-                if update:
-                    self._prepare_captured(pair, micro_batch)
-            yield pair
-            if (
-                not self._program.captures_steps
-            ):  # given up within this step, whose optimizer may evaluate the loss again
-                return
-            with auditing():
-                self._see_step(pair, pair.outputs.get("loss"))
-                if update:
-                    self._compare_update(pair, None if self._capture is None else self._capture.gradients)
-            return
-        called: list[Any] = []
 
-        def before_training_step(arguments: Mapping[str, Any]) -> None:
-            called.append(arguments)
-            if len(called) == 1:
+        def before(arguments: Mapping[str, Any]) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1 and not {"loss", "buffers"} <= self._never.keys():
                 with auditing():
-                    self._run_eager(pair, arguments)
+                    try:
+                        pair.eager = self._eager_forward(arguments)
+                    except Exception as error:
+                        reason = f"eager cannot run the step's forward beside it: {one_line(error)}"
+                        self._leave_out(("loss", "buffers"), reason)
 
-        def after_training_step(loss: Tensor | None) -> None:
-            if len(called) == 1:  # a closure may be called again, at other weights
+        def after(loss: Tensor | None) -> None:
+            if calls == 1:  # a closure may be called again, at other weights
                 with auditing():
-                    self._see_step(pair, loss)
+                    pair.step = left_by_forward(loss if isinstance(loss, Tensor) else None, self._loop.module)
 
-        def before_update(_: Any) -> None:
+        def before_update(_: Any = None) -> None:
             with auditing():
                 self._update.keep()
 
         def after_update() -> None:
             with auditing():
-                self._compare_update(pair, None)
+                self._compare_update(pair)
 
+        if self._program.captures_steps:
+            before(micro_batch.arguments)
+            if update:
+                before_update()
+                self._prepare_captured(pair, micro_batch)
+            yield pair
+            # It may be given up within this step, whose optimizer may evaluate the loss again.
+            if self._program.captures_steps:
+                after(pair.outputs.get("loss"))
+                if update:
+                    after_update()
+            return
         optimizers = [self._optimizer] if update else []
-        with (
-            self._loop.around_training_step(before_training_step, after_training_step),
-            around_steps(optimizers, before_update, after_update),
-        ):
+        with self._loop.around_training_step(before, after), around_steps(optimizers, before_update, after_update):
             yield pair
         if update and pair.update is None and self._loop.scaler is not None:
             self.facts.not_compared.setdefault("update", "no step of the optimizer was seen under the gradient scaler")
 
-    def _run_eager(self, pair: Pair, arguments: Mapping[str, Any]) -> None:
-        if {"loss", "buffers"} <= self._never.keys():
-            return
-        try:
-            pair.eager = self._eager_forward(arguments)
-        except Exception as error:
-            self._leave_out(("loss", "buffers"), f"eager cannot run the step's forward beside it: {one_line(error)}")
-
     def _eager_forward(self, arguments: Mapping[str, Any]) -> EagerSeen:
         return eager_forward(self._loop, self._program, arguments, self._sample)
-
-    def _see_step(self, pair: Pair, loss: Any) -> None:
-        pair.step = left_by_forward(loss if isinstance(loss, Tensor) else None, self._loop.module)
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
     def _prepare_captured(self, pair: Pair, micro_batch: MicroBatch) -> None:
-        self._update.keep()
         if self._loop.scaler is not None:
             self._leave_out(("update",), "a gradient scaler decides after a captured step what the optimizer is given")
         if pair.eager is None or pair.eager.wrote:
@@ -225,10 +211,14 @@ class Audits:
             for parameter in self._sample:  # as zero_grad does next; a replay leaves old ones where they are
                 parameter.grad = None
 
-    def _compare_update(self, pair: Pair, given: Sequence[Tensor | None] | None) -> None:
+    def _compare_update(self, pair: Pair) -> None:
         if "update" in self._never:
             return
-        given = [parameter.grad for parameter in self._sample] if given is None else given
+        given: Sequence[Tensor | None] | None = None
+        if self._program.captures_steps and self._capture is not None:
+            given = self._capture.gradients
+        if given is None:
+            given = [parameter.grad for parameter in self._sample]
         if all(gradient is None for gradient in given):
             where = (
                 "a captured step keeps its gradients to itself" if self._program.captures_steps else "they were cleared"

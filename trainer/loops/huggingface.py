@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from strategies.loop import Around, Inspect, RunMicroBatch
 from strategies.padding import Padding, edge_of, length_of, to_edge
 from strategies.torch_patches import as_capturing
-from trainer.loops.private import replaced
+from trainer.loops.private import replace, replaced
 from trainer.loops.processes import OneProcess, evaluating
 
 LOGGED = "speed/"
@@ -70,12 +70,12 @@ class HuggingFaceLoop(OneProcess):
         self.loss: Tensor | None = None
         """Its loss, detached and divided by the micro-batches of a step."""
         self._replaced = contextlib.ExitStack()
-        replace: Any = lambda *replacing: self._replaced.enter_context(replaced(*replacing))  # noqa: E731
-        self._step = replace(trainer, "training_step", self._training_step)
-        self._samples = replace(trainer, "get_batch_samples", self._get_batch_samples)
-        self._prepare = replace(trainer, "_prepare_inputs", self._prepare_inputs)
-        self._write_log = replace(trainer, "log", self._log)
-        self._take_backward = replace(self._accelerator, "backward", self._backward)
+        take: Any = lambda *replacing: self._replaced.enter_context(replaced(*replacing))  # noqa: E731
+        self._step = take(trainer, "training_step", self._training_step)
+        self._samples = take(trainer, "get_batch_samples", self._get_batch_samples)
+        self._prepare = take(trainer, "_prepare_inputs", self._prepare_inputs)
+        self._write_log = take(trainer, "log", self._log)
+        self._take_backward = take(self._accelerator, "backward", self._backward)
 
     def release(self) -> None:
         self._audited.pop_all()
@@ -235,12 +235,7 @@ class HuggingFaceLoop(OneProcess):
         raise RuntimeError(CAPTURES)
 
     def around_micro_batches(self, around: Around) -> Callable[[], None]:
-        self._audit = around
-
-        def undo() -> None:
-            self._audit = None
-
-        return undo
+        return replace(self, "_audit", around)
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
         if self._resumed is not None:

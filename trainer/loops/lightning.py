@@ -48,15 +48,16 @@ class LightningLoop(Processes):
     def __init__(self, trainer: L.Trainer, *, cuda_graphs: bool = False) -> None:
         self._trainer = trainer
         self.cuda_graphs = cuda_graphs
-        self._module = trainer.lightning_module
-        automatic = self._module is None or self._module.automatic_optimization
-        self._manual = None if automatic else ManualSteps(trainer, self._arguments)
+        self.module = trainer.lightning_module
+        self.manual = self.module is not None and not self.module.automatic_optimization
+        self._manual = ManualSteps(trainer, self._arguments) if self.manual else None
+        self.scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.device, self.precision = trainer.strategy.root_device, str(trainer.precision)
+        self.world_size, self.is_first_process = trainer.world_size, trainer.is_global_zero
+        self.directory = trainer.default_root_dir
+        self.log_every_n_steps = trainer.log_every_n_steps or 50  # type: ignore[attr-defined]  # 0: Lightning logs nothing
 
     # ---- facts -----------------------------------------------------------------------------------------------------
-
-    @property
-    def module(self) -> L.LightningModule:
-        return self._module
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -67,24 +68,8 @@ class LightningLoop(Processes):
         return [config.scheduler for config in self._trainer.lr_scheduler_configs]
 
     @property
-    def scaler(self) -> Any | None:
-        return getattr(self._trainer.precision_plugin, "scaler", None)
-
-    @property
-    def device(self) -> torch.device:
-        return self._trainer.strategy.root_device
-
-    @property
-    def precision(self) -> str:
-        return str(self._trainer.precision)
-
-    @property
     def micro_batches(self) -> int:
         return self._trainer.accumulate_grad_batches
-
-    @property
-    def manual(self) -> bool:
-        return self._manual is not None
 
     @property
     def steps_done(self) -> int:
@@ -104,19 +89,11 @@ class LightningLoop(Processes):
 
     @property
     def validates(self) -> bool:
-        return bool(self._trainer.enable_validation) and is_overridden("validation_step", self._module)
-
-    @property
-    def log_every_n_steps(self) -> int:
-        return self._trainer.log_every_n_steps or 50  # type: ignore[attr-defined]  # 0: Lightning logs nothing
+        return bool(self._trainer.enable_validation) and is_overridden("validation_step", self.module)
 
     @property
     def metrics(self) -> Mapping[str, Tensor]:
         return self._trainer.callback_metrics
-
-    @property
-    def directory(self) -> str:
-        return self._trainer.default_root_dir
 
     @property
     def writer(self) -> SummaryWriter | None:
@@ -142,7 +119,7 @@ class LightningLoop(Processes):
             return "DDP with static_graph=True takes what its first backward does for what all later ones do"
         if (reason := untried()) is not None:
             return reason
-        if "dataloader_iter" in inspect.signature(self._module.training_step).parameters:
+        if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             return "training_step takes its batches from the loader itself (dataloader_iter)"
         if not self.manual:
             return None if len(trainer.optimizers) == 1 else f"the module has {len(trainer.optimizers)} optimizers"
@@ -158,7 +135,7 @@ class LightningLoop(Processes):
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        trainer, module, call_hooks = self._trainer, self._module, call._call_callback_hooks
+        trainer, module, call_hooks = self._trainer, self.module, call._call_callback_hooks
 
         def of_others(whose: L.Trainer, *given: Any, **named: Any) -> None:
             if whose is not trainer:
@@ -212,7 +189,7 @@ class LightningLoop(Processes):
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         inference = torch.inference_mode() if loop.inference_mode else contextlib.nullcontext()
-        with evaluating(self._module), as_capturing(False), inference:
+        with evaluating(self.module), as_capturing(False), inference:
             if step == "training_step":
                 return self._training_step(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0))
             call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
@@ -223,13 +200,13 @@ class LightningLoop(Processes):
     def to_device(self, batch: Any) -> Any:
         """Convert and move a batch as Lightning's loops do, hooks of the module and the data module included."""
         batch = self._trainer.precision_plugin.convert_input(batch)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
 
     # ---- standing around the loop's own steps ----------------------------------------------------------------------
 
     def why_not_capture(self) -> Iterator[str]:
-        module = self._module
+        module = self.module
         if (reason := untried()) is not None:
             yield reason
             return
@@ -272,7 +249,7 @@ class LightningLoop(Processes):
         theirs = plugin.clip_grad_by_norm
         # The base class's is torch's clip_grad_norm_ over the optimizer's parameters; other plug-ins clip otherwise.
         own = type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm
-        if own or self.manual or is_overridden("configure_gradient_clipping", self._module):
+        if own or self.manual or is_overridden("configure_gradient_clipping", self.module):
             return lambda: None
 
         def ours(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
@@ -299,19 +276,19 @@ class LightningLoop(Processes):
                 log(name, value, *arguments, **options)
 
         # Not by ``vars``: whoever observes the step would take that for a read of all attributes.
-        self._module.log, self._module.log_dict = log, log_dict  # type: ignore[method-assign]
+        self.module.log, self.module.log_dict = log, log_dict  # type: ignore[method-assign]
         try:
             yield calls
         finally:
-            del self._module.log, self._module.log_dict
+            del self.module.log, self.module.log_dict
 
     def write_logs(self, calls: Iterable[tuple[LogCall, Any]]) -> None:
         for logged, value in calls:
-            self._module._current_fx_name = "training_step"
+            self.module._current_fx_name = "training_step"
             try:
-                self._module.log(logged.name, value, **logged.options)
+                self.module.log(logged.name, value, **logged.options)
             finally:
-                self._module._current_fx_name = None
+                self.module._current_fx_name = None
 
     @contextlib.contextmanager
     def around_training_step(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.loop import Around, Inspect, RunMicroBatch, SkippedStep, run_within
+from trainer.loops.private import replace
 from trainer.loops.processes import OneProcess, evaluating
 
 
@@ -184,12 +185,8 @@ class PlainLoop(OneProcess):
         return self.micro_batches, self._clip
 
     def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
-        before, self._run = self._run, lambda micro: run(PlainMicroBatch(self, micro.batch, micro.index, before))
-
-        def undo() -> None:
-            self._run = before
-
-        return undo
+        before = self._run
+        return replace(self, "_run", lambda micro: run(PlainMicroBatch(self, micro.batch, micro.index, before)))
 
     def around_micro_batches(self, around: Around) -> Callable[[], None]:
         return self.take_over(run_within(around))

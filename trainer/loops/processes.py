@@ -181,14 +181,6 @@ class Processes(Agreeing):
 
     _trainer: L.Trainer
 
-    @property
-    def world_size(self) -> int:
-        return self._trainer.world_size
-
-    @property
-    def is_first_process(self) -> bool:
-        return self._trainer.is_global_zero
-
     def broadcast(self, value: Value) -> Value:
         return self._trainer.strategy.broadcast(value)
 
