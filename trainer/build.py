@@ -32,6 +32,7 @@ from trainer.loops.watch import watch_others
 from trainer.process import start_others
 from trainer.settings import Config, TrainerConfig
 from trainer.sweep.environment import launched
+from trainer.telemetry.meter import Counts
 from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.telemetry.telemetry import BatchCounter
 
@@ -64,7 +65,7 @@ def batch_counter(task: Task) -> BatchCounter:
     """Counts batches by the task's rules; their operations are computed once for each size of batch."""
     flops: dict[tuple[int, int | None], int | None] = {}
 
-    def count(batch: Any) -> tuple[int, int | None, int | None, int | None]:
+    def count(batch: Any) -> Counts:
         counts = task.count(batch)
         if counts.attended is not None:  # no two batches are of one size
             return counts.samples, counts.tokens, counts.useful_tokens, task.training_flops(batch)

@@ -15,7 +15,7 @@ from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks
 from trainer.callback import Compile
 from trainer.console import summary
-from trainer.telemetry.meter import DataWait, Step, StepClock
+from trainer.telemetry.meter import Step, StepClock
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -94,13 +94,12 @@ def test_who_waits_is_named_and_advice_is_of_an_option_that_the_task_has(task: d
 
 def test_what_is_claimed_is_a_step_s_and_claimed_once(clock: Clock) -> None:
     laps, step = StepClock(torch.device("cpu")), Step(1)
-    wait = DataWait(laps)
     for seconds in (0.03, 0.0):
-        wait.begin()
+        laps.fetch_begins()
         clock.sleep(seconds)
-        wait.end()
-    step.fetches += wait.claim()
-    assert wait.claim() == []
+        laps.fetch_ends()
+    step.fetches += laps.fetches()
+    assert laps.fetches() == []
     laps.lap(step)
     laps.read(step)
     assert step.waited_seconds == pytest.approx(0.03)

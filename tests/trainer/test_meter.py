@@ -14,7 +14,6 @@ from trainer.telemetry.curves import Curves
 from trainer.telemetry.meter import (
     MAX_POINTS,
     Meter,
-    Rates,
     SeenShapes,
     Step,
     StepClock,
@@ -22,11 +21,12 @@ from trainer.telemetry.meter import (
     percentile,
     shape_of,
 )
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Rates, RunRecord
 
 
 def step(number: int, seconds: float = 0.1, *, compiled: bool = False, **counts: int | None) -> Step:
-    return Step(number, compiled=compiled, seconds=seconds, **counts)  # type: ignore[arg-type]
+    samples, tokens, useful, flops = map(counts.get, ("samples", "tokens", "useful_tokens", "flops"))
+    return Step(number, compiled=compiled, seconds=seconds, counts=(samples, tokens, useful, flops))
 
 
 def filled(meter: Meter) -> RunRecord:
@@ -115,9 +115,9 @@ def test_a_figure_that_one_step_lacks_is_not_guessed_from_the_others(missing_fir
 
 def test_micro_batches_add_up_to_a_step() -> None:
     one = Step(1)
-    one.add(4, 40, 30, None)
-    one.add(4, 60, 50, None)
-    assert (one.samples, one.tokens, one.useful_tokens, one.flops) == (8, 100, 80, None)
+    one.add((4, 40, 30, None))
+    one.add((4, 60, 50, None))
+    assert one.counts == (8, 100, 80, None)
 
 
 def test_a_step_is_its_laps_and_its_end_counts_what_lies_between_them(clock: Clock) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from tests.trainer.runs import curve, train
 from trainer.console import summary
 from trainer.telemetry.hardware import (
-    Peak,
     datasheet_teraflops,
     find_peak,
     matrix_kind,
@@ -23,7 +22,7 @@ from trainer.telemetry.hardware import (
     peak_bytes,
     reset_peaks,
 )
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Peak, RunRecord
 
 CPU = torch.device("cpu")
 
@@ -134,10 +133,10 @@ def test_the_least_time_is_that_of_products_and_then_of_bytes() -> None:
     known: dict[str, Any] = {"matrix_precision": "bf16", "peak_teraflops_datasheet": None}
     peak = Peak(**known, peak_teraflops_measured=800.0, peak_gigabytes_per_second_measured=4000.0)
     # LLaMA-7B: 6.74e9 parameters of 28 bytes
-    assert peak.least_step_seconds(400.0, 188.7) == pytest.approx(0.5 + 0.0472, rel=1e-3)
-    assert peak.least_step_seconds(None, 188.7) is peak.least_step_seconds(400.0, None) is None
+    assert peak.least_seconds(400.0, 188.7) == pytest.approx(0.5 + 0.0472, rel=1e-3)
+    assert peak.least_seconds(None, 188.7) is peak.least_seconds(400.0, None) is None
     unmeasured = Peak(**known, peak_teraflops_measured=800.0, peak_gigabytes_per_second_measured=None)
-    assert unmeasured.least_step_seconds(400.0, 188.7) is None
+    assert unmeasured.least_seconds(400.0, 188.7) is None
 
 
 def test_both_peaks_and_both_utilisations_are_named(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import events_of
 from trainer.callback import Compile
 from trainer.console import communication_line
-from trainer.telemetry.meter import Rates
-from trainer.telemetry.record import RankFigures, RunRecord, communication_of
+from trainer.telemetry.record import RankFigures, Rates, RunRecord, communication_of
 from trainer.telemetry.telemetry import added_up
 from trainer.telemetry.tensorboard import rank_figures
 

@@ -244,18 +244,10 @@ def followed(
                 f"torchrun --nnodes={num_nodes} on each of them, or by srun"
             )
         return devices, num_nodes
-    hosts, each = "the number of hosts", "LOCAL_WORLD_SIZE"
-    if launch.job is not None:
-        hosts, each = "SLURM_NNODES", "SLURM_NTASKS_PER_NODE"
     asked = len(devices.split(",")) if isinstance(devices, str) and "," in devices else devices
+    several = f"{launch.by} has started {launch.per_host} processes on each of {launch.hosts} hosts"
     if asked not in (None, "auto", -1, "-1", launch.per_host, str(launch.per_host)):
-        raise ValueError(
-            f"trainer.devices={devices}, and {launch.by} has started {each}={launch.per_host} processes on each host: "
-            "leave trainer.devices out, or start as many"
-        )
+        raise ValueError(f"trainer.devices={devices}, and {several}: leave it out, or start as many")
     if num_nodes not in (None, launch.hosts):
-        raise ValueError(
-            f"trainer.num_nodes={num_nodes}, and {launch.by} has started processes on {hosts}={launch.hosts}: leave "
-            "trainer.num_nodes out, or start them on as many"
-        )
+        raise ValueError(f"trainer.num_nodes={num_nodes}, and {several}: leave it out, or start them on as many")
     return (devices if asked is not devices else launch.per_host), launch.hosts if launch.hosts > 1 else num_nodes

@@ -15,7 +15,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch._dynamo.callback as dynamo_callback
@@ -24,7 +23,7 @@ import torch._dynamo.utils as dynamo_utils
 from torch import nn
 
 from trainer.telemetry.files import cut
-from trainer.telemetry.record import Event
+from trainer.telemetry.record import CompilerFigures, Event
 from trainer.telemetry.source import Line, innermost, line_at, lines_of_stack, shown
 
 MAX_LINES = 20
@@ -45,20 +44,6 @@ _COMPILED_UNDER: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
 """Classes of regions under whose calls this process compiled code, their own or what they call; modules of one class
 share it, also with those of a later training."""
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
-
-
-@dataclass(kw_only=True, slots=True)
-class CompilerFigures:
-    """Fields of the record about the compiler."""
-
-    compile_seconds: float | None
-    graphs: int
-    graph_breaks: int
-    recompiles: int
-    cudagraph_skips: int
-    cache_hits: int | None
-    cache_misses: int | None
-    cache: str | None
 
 
 class CompilerMonitor:

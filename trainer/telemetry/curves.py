@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import asdict
 
 import torch
 
 from trainer.telemetry import meter
 from trainer.telemetry.compiler import CompilerMonitor
-from trainer.telemetry.hardware import Peak
-from trainer.telemetry.meter import Meter, NonFinite, Rates, Step, StepClock, Totals, percentile
+from trainer.telemetry.meter import Meter, NonFinite, Step, StepClock, Totals, percentile
+from trainer.telemetry.record import Peak
 
 Points = dict[str, float | None]
+GROUPS = {
+    "steady_steps_per_second": "speed/steps_per_second",
+    "useful_tokens_per_second": "speed/useful_tokens_per_second",
+}
+"""Keys of the rates that come first on TensorBoard's page; the others are in ``usage/``, by their names."""
 
 
 class Curves:
@@ -96,47 +102,32 @@ class Curves:
         return host, copied
 
     def _read(self, steps: list[Step], losses: list[float]) -> Points:
-        totals, seconds = Totals(), []
+        totals = Totals()
         for step in steps:
             self._clock.read(step)
             if self._meter.add(step):
                 totals.add(step)
-                seconds.append(step.seconds)
         if losses:
             self.losses.append((steps[-1].number, sum(losses) / len(steps), len(steps)))
         self.nonfinite = self.nonfinite or meter.first_nonfinite(steps, losses)
         rates = totals.rates()
         self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second
-        return {"train/loss": self.last_loss, **speed_points(rates, self._peak), **time_points(seconds)}
+        datasheet, measured = self._peak.utilization(rates.teraflops_per_second)
+        milliseconds = [seconds * 1e3 for seconds in totals.seconds]
+        return {
+            "train/loss": self.last_loss,
+            **{GROUPS.get(name, f"usage/{name}"): rate for name, rate in asdict(rates).items()},
+            "usage/model_flops_utilization": datasheet,
+            "usage/model_flops_utilization_measured_peak": measured,
+            "usage/step_milliseconds_median": percentile(milliseconds, 0.5),
+            "usage/step_milliseconds_p95": percentile(milliseconds, 0.95),
+        }
 
 
 def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
     """In single precision or better: half of it may be infinite for what double precision holds."""
     stacked = torch.stack(losses)
     return stacked if stacked.dtype == torch.float64 else stacked.float()
-
-
-def speed_points(rates: Rates, peak: Peak) -> Points:
-    datasheet, measured = peak.utilization(rates.teraflops_per_second)
-    return {
-        "speed/steps_per_second": rates.steady_steps_per_second,
-        "usage/samples_per_second": rates.samples_per_second,
-        "usage/tokens_per_second": rates.tokens_per_second,
-        "speed/useful_tokens_per_second": rates.useful_tokens_per_second,
-        "usage/padded_share": rates.padded_share,
-        "usage/teraflops_per_second": rates.teraflops_per_second,
-        "usage/model_flops_utilization": datasheet,
-        "usage/model_flops_utilization_measured_peak": measured,
-        "usage/data_wait_share": rates.data_wait_share,
-    }
-
-
-def time_points(seconds: Sequence[float]) -> Points:
-    milliseconds = [each * 1e3 for each in seconds]
-    return {
-        "usage/step_milliseconds_median": percentile(milliseconds, 0.5),
-        "usage/step_milliseconds_p95": percentile(milliseconds, 0.95),
-    }
 
 
 def compiler_points(monitor: CompilerMonitor) -> Points:

@@ -16,7 +16,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from trainer.telemetry.machine import now, processor_name
+from trainer.telemetry.record import Peak
 
 PACKAGES = ("crucible-train", "torch", "torchvision", "lightning", "triton", "hydra-core", "tensorboard")
 GIB = 1024.0**3
@@ -161,29 +161,6 @@ def peak_process_gib() -> float:
 
 MOVE_ALL_ONCE = tuple(getattr(torch.optim, name) for name in ("Adam", "AdamW", "SGD", "RMSprop", "NAdam", "RAdam"))
 """Optimizers of which a step moves each of their tensors; others may repeat, or leave some out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """Fields of the record about the rates of one device, TFLOP/s and GB/s; None where unknown or not measured."""
-
-    matrix_precision: str | None
-    peak_teraflops_datasheet: float | None
-    peak_teraflops_measured: float | None
-    peak_gigabytes_per_second_measured: float | None
-
-    def utilization(self, teraflops: float | None) -> tuple[float | None, float | None]:
-        """Share of each peak, the datasheet's and the measured one, that a run reaches; None where not known."""
-        peaks = (self.peak_teraflops_datasheet, self.peak_teraflops_measured)
-        datasheet, measured = (teraflops / peak if teraflops and peak else None for peak in peaks)
-        return datasheet, measured
-
-    def least_step_seconds(self, teraflop: float | None, optimizer_gigabytes: float | None) -> float | None:
-        """Of a step of so many operations (1e12) and bytes (1e9), one after the other; None where a part is unknown."""
-        flops, bandwidth = self.peak_teraflops_measured, self.peak_gigabytes_per_second_measured
-        if teraflop is None or optimizer_gigabytes is None or not flops or not bandwidth:
-            return None
-        return teraflop / flops + optimizer_gigabytes / bandwidth
 
 
 def optimizer_gigabytes(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:

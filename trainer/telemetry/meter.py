@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trainer.telemetry.machine import now
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import Rates, RunRecord
 
 MAX_POINTS = 256
 """Of a run's progress; of more, every second is left out."""
@@ -32,9 +32,8 @@ FEW_SHAPES, MAX_NEW = 16, 4
 MAX_TENSORS = 8
 """Tensors of a batch that are looked at."""
 
-COUNTED = ("samples", "tokens", "useful_tokens", "flops")
-"""What a step may count."""
-
+Counts = tuple[int | None, int | None, int | None, int | None]
+"""Samples, token positions, useful tokens, and forward and backward operations; None for what is unknown."""
 NonFinite = tuple[int, str]
 """A step, and where and how its loss or weights were not finite."""
 Lap = tuple[Any, Any]
@@ -66,11 +65,8 @@ class Step:
     """What it is made of, until it is timed; several when a pause fell between its micro-batches."""
     fetches: list[Lap] = field(default_factory=list)
     """Batches asked of the loader within those laps, until it is timed."""
-    samples: int | None = None
-    tokens: int | None = None
-    useful_tokens: int | None = None
-    flops: int | None = None
-    """Forward and backward operations; None when the task does not count them."""
+    counts: Counts | None = None
+    """Of all its micro-batches; None where nobody counts."""
     seconds: float = 0.0
     """Duration, set when it is timed."""
     timed: bool = False
@@ -89,62 +85,54 @@ class Step:
         rate = "" if self.learning_rate is None else f", learning rate {float(self.learning_rate):.4g}"
         return self.number, f"(epoch {self.epoch}, batch_idx {self.batch_idx + micro_batch}{rate}): {what}"
 
-    def add(self, *counts: int | None) -> None:
-        """Count one more micro-batch, in the order of ``COUNTED``; call it for all of them, in order, or for none."""
-        first = self.samples is None
-        for name, count in zip(COUNTED, counts, strict=True):
-            setattr(self, name, count if first else _sum(getattr(self, name), count))
+    def add(self, counts: Counts) -> None:
+        """Count one more micro-batch; call it for all of them or for none."""
+        self.counts = counts if self.counts is None else added(self.counts, counts)
 
 
-@dataclass(kw_only=True, slots=True)
-class Rates:
-    """Fields of the record that are over the time of steady steps; None where there is nothing to divide."""
-
-    steady_steps_per_second: float | None = None
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    useful_tokens_per_second: float | None = None
-    padded_share: float | None = None
-    teraflops_per_second: float | None = None
-    data_wait_share: float | None = None
+def added(left: Counts, right: Counts) -> Counts:
+    samples, tokens, useful, flops = (
+        None if one is None or other is None else one + other for one, other in zip(left, right, strict=True)
+    )
+    return samples, tokens, useful, flops
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over a set of steps; a count that any step lacks stays None."""
+    """Times and counts of a set of steps; a count that any step lacks stays None."""
 
-    seconds: float = 0.0
-    steps: int = 0
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    """Of each step."""
     waited_seconds: float | None = None
-    samples: int | None = 0
-    tokens: int | None = 0
-    useful_tokens: int | None = 0
-    flops: int | None = 0
+    counts: Counts = (0, 0, 0, 0)
+
+    @property
+    def steps(self) -> int:
+        return len(self.seconds)
 
     def add(self, step: Step) -> None:
-        self.steps += 1
-        self.seconds += step.seconds
+        self.seconds.append(step.seconds)
         if step.waited_seconds is not None:
             self.waited_seconds = (self.waited_seconds or 0.0) + step.waited_seconds
-        for name in COUNTED:
-            setattr(self, name, _sum(getattr(self, name), getattr(step, name)))
+        self.counts = added(self.counts, step.counts or (None, None, None, None))
 
     def rates(self) -> Rates:
-        if not self.seconds:
+        total = sum(self.seconds)
+        if not total:
             return Rates()
 
         def per_second(count: float | None) -> float | None:
-            return None if count is None else count / self.seconds
+            return None if count is None else count / total
 
-        padding = None if self.tokens is None or self.useful_tokens is None else self.tokens - self.useful_tokens
+        samples, tokens, useful_tokens, flops = self.counts
         return Rates(
             steady_steps_per_second=per_second(self.steps),
-            samples_per_second=per_second(self.samples),
-            tokens_per_second=per_second(self.tokens),
-            useful_tokens_per_second=per_second(self.useful_tokens),
-            padded_share=padding / self.tokens if padding is not None and self.tokens else None,
-            teraflops_per_second=per_second(None if self.flops is None else self.flops / 1e12),
-            data_wait_share=None if self.waited_seconds is None else min(1.0, self.waited_seconds / self.seconds),
+            samples_per_second=per_second(samples),
+            tokens_per_second=per_second(tokens),
+            useful_tokens_per_second=per_second(useful_tokens),
+            padded_share=(tokens - useful_tokens) / tokens if tokens and useful_tokens is not None else None,
+            teraflops_per_second=per_second(None if flops is None else flops / 1e12),
+            data_wait_share=None if self.waited_seconds is None else min(1.0, self.waited_seconds / total),
         )
 
 
@@ -162,7 +150,6 @@ class Meter:
         self._new_shapes = array("d")
         """Seconds of steps that nothing but a new shape keeps from being steady."""
         self.steady = Totals()
-        self._steady_seconds = array("d")
 
     @property
     def warm(self) -> bool:
@@ -171,7 +158,7 @@ class Meter:
     @property
     def median_seconds(self) -> float | None:
         """Of the steady steps; None while there is none."""
-        return statistics.median(self._steady_seconds) if self._steady_seconds else None
+        return statistics.median(self.steady.seconds) if self.steady.seconds else None
 
     def add(self, step: Step) -> bool:
         """Add a timed step; returns whether it is steady."""
@@ -187,19 +174,18 @@ class Meter:
             self.warmup_step_count += 1
             return False
         self.steady.add(step)
-        self._steady_seconds.append(step.seconds)
         return True
 
     def restart(self) -> None:
         """Steps so far are warm-up for what comes, which begins with one of its own."""
-        self.warmup_seconds += self.steady.seconds
+        self.warmup_seconds += sum(self.steady.seconds)
         self.warmup_step_count += self.steady.steps
-        self.steady, self._steady_seconds, self._new_shapes = Totals(), array("d"), array("d")
+        self.steady, self._new_shapes = Totals(), array("d")
         self._timed = self.ended = 0
 
     def fill(self, record: RunRecord) -> None:
         """Write the times of single steps of this process into ``record``."""
-        seconds = self._steady_seconds
+        seconds = self.steady.seconds
         record.first_step_seconds = self.first_step_seconds
         record.warmup_seconds = self.warmup_seconds if self.warmup_step_count else None
         record.warmup_steps, record.new_shape_steps = self.warmup_step_count, len(self._new_shapes)
@@ -226,10 +212,6 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
-def _sum(left: Any, right: Any) -> Any:
-    return None if left is None or right is None else left + right
-
-
 def thinned(points: int) -> int:
     """How many of so many points are one, so that at most ``MAX_POINTS`` are left: a power of two."""
     return 1 << max(0, math.ceil(math.log2(points / MAX_POINTS))) if points else 1
@@ -243,6 +225,8 @@ class StepClock:
         self._last, self._first = self.now(), None
         self.ends = array("d")
         """Of each step read: seconds from the first lap's begin to its end, what belongs to no lap included."""
+        self._asked: Any = None
+        self._fetches: list[Lap] = []
 
     def progress(self, began_seconds: float) -> list[list[float]]:
         """Pairs of steps done and seconds, where the first step began at ``began_seconds``: of each step, in longer
@@ -253,6 +237,25 @@ class StepClock:
             [0, round(began_seconds, 4)],
             *([steps, round(began_seconds + self.ends[steps - 1], 4)] for steps in done),
         ]
+
+    def fetch_begins(self) -> None:
+        """The loop asks for a batch. What the device does not do until it is there is lost.
+
+        On CUDA the host may wait for the loader while the device still has work. Points before and after the fetch are
+        apart on the device only by the time in which it had none. Elsewhere the host's own wait is lost. Copying a
+        batch to the device is not part of it.
+        """
+        self._asked = self.now()
+
+    def fetch_ends(self) -> None:
+        if self._asked is not None:
+            self._fetches.append((self._asked, self.now()))
+            self._asked = None
+
+    def fetches(self) -> list[Lap]:
+        """Those since the last call; what nobody wants belongs to no step."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
 
     def now(self) -> Any:
         if not self._on_cuda:
@@ -287,33 +290,6 @@ class StepClock:
             return float(ended - began)
         ended.synchronize()
         return float(began.elapsed_time(ended) / 1e3)
-
-
-class DataWait:
-    """Fetches of batches, each between two points in time of ``clock``: what the device does not do meanwhile is lost.
-
-    On CUDA the host may wait for the loader while the device still has work. Marks before and after the fetch are apart
-    on the device only by the time in which it had none. Elsewhere the host's own wait is lost. Copying a batch to the
-    device is not part of it.
-    """
-
-    def __init__(self, clock: StepClock) -> None:
-        self._clock = clock
-        self._began: Any = None
-        self._fetches: list[Lap] = []
-
-    def begin(self) -> None:
-        self._began = self._clock.now()
-
-    def end(self) -> None:
-        if self._began is not None:
-            self._fetches.append((self._began, self._clock.now()))
-            self._began = None
-
-    def claim(self) -> list[Lap]:
-        """The fetches since the last call; those that nobody wants belong to no step."""
-        fetches, self._fetches = self._fetches, []
-        return fetches
 
 
 class SeenShapes:

@@ -154,8 +154,72 @@ def communication_of(ranks: Sequence[RankFigures]) -> Communication | None:
     return Communication(slowest, max(waits) - min(waits), min(1.0, min(waits) / step) if step else None, step)
 
 
-@dataclass(kw_only=True, slots=True)
-class RunRecord:
+@dataclass(kw_only=True)
+class CompilerFigures:
+    """What the compiler did, in training and validation; None for eager."""
+
+    compile_seconds: float | None = None
+    """Wall time inside the compiler, training and validation; None when nothing was compiled."""
+    cache: str | None = None
+    """``cold`` (all graphs compiled anew), ``warm`` (all from cache), ``mixed``; None when the cache was not asked."""
+    cache_hits: int | None = None
+    cache_misses: int | None = None
+    graphs: int | None = None
+    """Graphs compiled; None for eager."""
+    graph_breaks: int | None = None
+    recompiles: int | None = None
+    cudagraph_skips: int | None = None
+
+
+@dataclass(kw_only=True)
+class Rates:
+    """Over the time of steady steps, of all processes together; None where there is nothing to divide."""
+
+    steady_steps_per_second: float | None = None
+    """Steady steps over their total time."""
+    samples_per_second: float | None = None
+    """All processes together, steady state; so are the next ones."""
+    tokens_per_second: float | None = None
+    useful_tokens_per_second: float | None = None
+    """Padding excluded."""
+    padded_share: float | None = None
+    """Padding positions over all token positions."""
+    teraflops_per_second: float | None = None
+    """Analytic forward and backward operations of the task over steady time, for each device."""
+    data_wait_share: float | None = None
+    """Share of steady time lost to waiting for the data loader, this process: on CUDA the device's idle time while the
+    loop waits for a batch, elsewhere the loop's own waiting."""
+
+
+@dataclass(kw_only=True)
+class Peak:
+    """The rates of one device; None where unknown or not measured."""
+
+    matrix_precision: str | None = None
+    """What matrix products compute in: ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp64``."""
+    peak_teraflops_datasheet: float | None = None
+    """Dense matrix rate of the device in ``matrix_precision`` by its datasheet; None when it is not known."""
+    peak_teraflops_measured: float | None = None
+    """The same, of a product of two large matrices in this run; None when it was not measured."""
+    peak_gigabytes_per_second_measured: float | None = None
+    """Of a large copy in this run, its bytes read and written; None when it was not measured."""
+
+    def utilization(self, teraflops: float | None) -> tuple[float | None, float | None]:
+        """Share of each peak, the datasheet's and the measured one, that a run reaches; None where not known."""
+        peaks = (self.peak_teraflops_datasheet, self.peak_teraflops_measured)
+        datasheet, measured = (teraflops / peak if teraflops and peak else None for peak in peaks)
+        return datasheet, measured
+
+    def least_seconds(self, teraflop: float | None, optimizer_gigabytes: float | None) -> float | None:
+        """Of a step of so many operations (1e12) and bytes (1e9), one after the other; None where a part is unknown."""
+        flops, bandwidth = self.peak_teraflops_measured, self.peak_gigabytes_per_second_measured
+        if teraflop is None or optimizer_gigabytes is None or not flops or not bandwidth:
+            return None
+        return teraflop / flops + optimizer_gigabytes / bandwidth
+
+
+@dataclass(kw_only=True)
+class RunRecord(CompilerFigures, Rates, Peak):
     """One task under one list of strategies, trained and timed on one machine."""
 
     # What ran
@@ -233,12 +297,6 @@ class RunRecord:
     """Of those since the last switch of strategies, how many nothing but a new shape keeps from being steady."""
     new_shape_seconds: float | None = None
     """What they took beyond as many steady steps; None without either."""
-    compile_seconds: float | None = None
-    """Wall time inside the compiler, training and validation; None when nothing was compiled."""
-    cache: str | None = None
-    """``cold`` (all graphs compiled anew), ``warm`` (all from cache), ``mixed``; None when the cache was not asked."""
-    cache_hits: int | None = None
-    cache_misses: int | None = None
     regions: int | None = None
     """Submodules handed to the compiler; None for eager."""
     regions_compiled: int | None = None
@@ -247,11 +305,6 @@ class RunRecord:
     """Whether nothing that was to be compiled or captured was so in the end; None where nothing was to be compiled."""
     eager_parts: dict[str, str] = field(default_factory=dict)
     """What was to be compiled and ran eager in the end (path of a region, or ``optimizer``), with the reason."""
-    graphs: int | None = None
-    """Graphs compiled; None for eager."""
-    graph_breaks: int | None = None
-    recompiles: int | None = None
-    cudagraph_skips: int | None = None
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each strategy found and did, by its name: bucket edges, graphs captured, artifacts loaded."""
     audits: AuditFacts | None = None
@@ -274,38 +327,16 @@ class RunRecord:
     steady_step_seconds_mean: float | None = None
     steady_step_seconds_median: float | None = None
     steady_step_seconds_p95: float | None = None
-    steady_steps_per_second: float | None = None
-    """Steady steps over their total time."""
-    samples_per_second: float | None = None
-    """All processes together, steady state; so are the next ones."""
-    tokens_per_second: float | None = None
-    useful_tokens_per_second: float | None = None
-    """Padding excluded."""
-    padded_share: float | None = None
-    """Padding positions over all token positions."""
-    teraflops_per_second: float | None = None
-    """Analytic forward and backward operations of the task over steady time, for each device."""
-    matrix_precision: str | None = None
-    """What matrix products compute in: ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp64``."""
-    peak_teraflops_datasheet: float | None = None
-    """Dense matrix rate of the device in ``matrix_precision`` by its datasheet; None when it is not known."""
-    peak_teraflops_measured: float | None = None
-    """The same, of a product of two large matrices in this run; None when it was not measured."""
     model_flops_utilization: float | None = None
     """``teraflops_per_second`` over ``peak_teraflops_datasheet``."""
     model_flops_utilization_measured_peak: float | None = None
     """``teraflops_per_second`` over ``peak_teraflops_measured``."""
-    peak_gigabytes_per_second_measured: float | None = None
-    """Of a large copy in this run, its bytes read and written; None when it was not measured."""
     optimizer_gigabytes: float | None = None
     """What the optimizer has to move in a step on each device, see ``hardware.optimizer_gigabytes``."""
     least_step_seconds: float | None = None
     """Computed from the two measured rates: a mean step's operations, then the optimizer's bytes; padding counts."""
     roofline_share: float | None = None
     """``least_step_seconds`` over ``steady_step_seconds_mean``."""
-    data_wait_share: float | None = None
-    """Share of steady time lost to waiting for the data loader, this process: on CUDA the device's idle time while the
-    loop waits for a batch, elsewhere the loop's own waiting."""
     machine: MachineFacts | None = None
     """What else ran on the machine from the first steady step on; None where that took under a second."""
     pause_seconds: float | None = None
@@ -348,7 +379,8 @@ class RunRecord:
         # Not above: the command line plans a sweep first, and then makes sure that this package is ours.
         from strategies.credentials import without_credentials
 
-        return write_json(Path(directory) / FILE_NAME, without_credentials(dataclasses.asdict(self)), default=str)
+        values = {"task": self.task, **dataclasses.asdict(self)}  # what ran comes first in the file
+        return write_json(Path(directory) / FILE_NAME, without_credentials(values), default=str)
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:

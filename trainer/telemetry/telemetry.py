@@ -26,13 +26,13 @@ from trainer.telemetry.curves import Curves, Points, compiler_points
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
-from trainer.telemetry.meter import DataWait, Meter, Rates, SeenShapes, Step, StepClock
+from trainer.telemetry.meter import Counts, Meter, SeenShapes, Step, StepClock
 from trainer.telemetry.profile import StepProfiler, with_idle_share
-from trainer.telemetry.record import RankFigures, RunRecord
+from trainer.telemetry.record import RankFigures, Rates, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
 
-BatchCounter = Callable[[Any], tuple[int, int | None, int | None, int | None]]
-"""``batch -> (samples, token positions, useful tokens, forward and backward operations)``; None for what is unknown."""
+BatchCounter = Callable[[Any], Counts]
+"""What a batch holds."""
 
 
 def added_up(mine: Rates, everywhere: Sequence[Rates]) -> Rates:
@@ -95,10 +95,9 @@ class Telemetry:
         board = nvml_handle(self._device)
         self._energy, self._machine = EnergyMeter(board), MachineMonitor(board)
         self._peak = find_peak(self._device, loop.precision, measure=self._measure_peak)
-        self.wait = DataWait(self._clock)
         hardware.reset_peaks(self._device)
         self._every = loop.log_every_n_steps
-        self._unwatch_fetches = loop.around_fetch(self.wait.begin, self.wait.end)
+        self._unwatch_fetches = loop.around_fetch(self._clock.fetch_begins, self._clock.fetch_ends)
         self.curves.begin(self._clock, self._peak)
         if self._profile:
             self._profiler = StepProfiler(self._device, Path(loop.directory) if loop.is_first_process else None)
@@ -150,12 +149,12 @@ class Telemetry:
             self._compilations = self.compiler.compilations  # what a validation compiled belongs to no step
             self.pause_seconds += now() - self._paused_at
             self._clock.mark()
-            self.wait.claim()  # before the lap began
+            self._clock.fetches()  # before the lap began
             self._step.after, self._after = self._after, None
             if self.meter.warm:
                 self._machine.begin()
             self.phase = "profiling" if self._profiler is not None and self._profiler.recording else "training"
-        self._step.fetches += self.wait.claim()
+        self._step.fetches += self._clock.fetches()
         if not self._step.batches:
             self._step.epoch, self._step.batch_idx = self._loop.position
             rate = self._learning_rate
@@ -171,7 +170,7 @@ class Telemetry:
         step = self._step
         step.batches += 1
         if self.count is not None:
-            step.add(*self.count(batch))
+            step.add(self.count(batch))
         step.unsettled |= self._shapes.new(batch) and self._shapes.settle
         if loss is not None:
             step.losses.append(loss)
@@ -189,7 +188,7 @@ class Telemetry:
         if step.disturbed or step.profiled:
             self._energy.discard()
         elif self.meter.warm:
-            self._energy.add(step.samples or 0)
+            self._energy.add((step.counts and step.counts[0]) or 0)
             self._energy.begin()
         if self.meter.warm and not was_warm:
             self._machine.begin()
@@ -314,7 +313,7 @@ class Telemetry:
         self.meter.fill(record)
         record.optimizer_gigabytes = hardware.optimizer_gigabytes(self._loop.optimizers)
         if (mean := record.steady_step_seconds_mean) and (rate := rates.teraflops_per_second) is not None:
-            record.least_step_seconds = least = peak.least_step_seconds(rate * mean, record.optimizer_gigabytes)
+            record.least_step_seconds = least = peak.least_seconds(rate * mean, record.optimizer_gigabytes)
             record.roofline_share = None if least is None else least / mean
         if self.preflight_seconds is not None:
             record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
