@@ -156,15 +156,33 @@ def test_a_dropout_that_hardly_ever_drops_is_no_difference(tmp_path: Path) -> No
     assert record.audits.unrepeated_steps == [2]
 
 
-def test_a_loss_scaler_that_leaves_steps_out_raises_no_alarm(tmp_path: Path) -> None:
+class Loud(Blocks):
+    """Its fused optimizer is called in each step, also where the scaler leaves one out: one gradient overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e20 * self.loud
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+
+@pytest.mark.parametrize(("module", "scale"), [(Blocks, 2.0**120), (Loud, 2.0**70)])
+def test_a_loss_scaler_that_leaves_steps_out_raises_no_alarm(
+    module: type[Blocks], scale: float, tmp_path: Path
+) -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    _, record, error = audited(Blocks(), tmp_path, [Optimizer(backend="eager")], plugins=[plugin])
+    strategies = [Optimizer(backend="eager")] if module is Blocks else regional()
+    _, record, error = audited(module(), tmp_path, strategies, plugins=[plugin])
     assert error is None
     assert record.audits.verdict == "clean"
-    assert scaler.get_scale() < 2.0**120, "steps were left out"
+    assert scaler.get_scale() < scale, "steps were left out"
 
 
 def test_a_step_that_takes_gradients_itself_is_not_audited_and_says_so(tmp_path: Path) -> None:

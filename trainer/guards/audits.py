@@ -176,8 +176,10 @@ class Audits:
                 self._update.keep()
 
         def after_update() -> None:
+            overflowed = getattr(self._optimizer, "found_inf", None)  # a fused step is called with it, and does nothing
             with auditing():
-                self._compare_update(pair)
+                if overflowed is None or not overflowed.item():
+                    self._compare_update(pair)
 
         if self._program.captures_steps:
             before(micro_batch.arguments)
