@@ -52,16 +52,13 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
     strategies, notes = searched(given)
     progress = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     console = Console(highlight=False, soft_wrap=True)
-    found: list[tuple[Report, Mapping[str, Any]]] = []
+    numbers = itertools.count(1)
     with progress.status("building data and model") as status:
         with importing():
             from scripts.bisect.bench import Bench, with_config
             from scripts.explain.run import ONE_DEVICE, quiet_compiler, several_devices
 
-        def use(bench: Bench) -> None:
-            stop.install()
-            numbers = itertools.count(1)
-
+        def use(bench: Bench) -> tuple[Report, dict[str, Any]]:
             def trial(paths: Sequence[str]) -> Outcome:
                 stop.check()
                 number = next(numbers)
@@ -70,12 +67,12 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
                 progress.print(trial_line(number, named(paths), outcome))
                 return outcome
 
-            found.append((Search(bench.everything, trial).run(), bench.requests))
+            stop.install()
+            return Search(bench.everything, trial).run(), bench.requests
 
         with quiet_compiler():  # what fails is in a trial's line
-            with_config(config, strategies, use)
+            report, requests = with_config(config, strategies, use)
         stop.check()
-    report, requests = found[0]
     for line in lines(report, f"{config.task.title}, {label(given)}"):
         console.print(line)
     for note in [*notes, *([ONE_DEVICE.format("tried")] if several_devices(config) else [])]:
@@ -85,10 +82,6 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
         folder = [] if options.config_dir is None else ["--config-dir", options.config_dir]
         what, module = ("continue with", "trainer") if report.rest_is_clean else ("search on with", "scripts.bisect")
         console.print(f"[bold]{what}[/]: {escape(shlex.join(['python', '-m', module, *folder, *suggested]))}")
-    return exit_of(report)
-
-
-def exit_of(report: Report) -> int:
     if not report.whole.differs:
         return NOTHING_WRONG
     return ONLY_TOGETHER if report.culprit is None else FOUND

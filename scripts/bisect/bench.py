@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -30,6 +30,7 @@ from trainer.loops.lightning import LightningLoop
 from trainer.settings import Config
 from trainer.telemetry.source import shown
 
+Used = TypeVar("Used")
 MAX_BATCHES = 32
 """Batches among which different shapes are looked for."""
 
@@ -134,25 +135,29 @@ def _children(module: nn.Module, path: str) -> Iterator[Node]:
             yield _node(child, f"{path}.{name}")
 
 
-def with_config(config: Config, strategies: Sequence[Strategy], use: Callable[[Bench], object]) -> None:
-    """Call ``use`` with the bench of ``config.task`` under ``strategies``. Raises ValueError for bad input."""
+def with_config(config: Config, strategies: Sequence[Strategy], use: Callable[[Bench], Used]) -> Used:
+    """What ``use`` returns for the bench of ``config.task`` under ``strategies``. Raises ValueError for bad input."""
 
     def callbacks(compile_: Compile) -> list[L.Callback]:
         return [BenchCallback(compile_, use), compile_]
 
     with training(config, strategies, callbacks, val_every_n_steps=0, checkpoint_every_n_steps=0) as made:
-        fit(made.trainer, made.module, datamodule=made.data)
+        trainer, module, data = made
+        used: Used = fit(trainer, module, datamodule=data)
+    return used
 
 
 class _Done(BaseException):
-    """The bench was used. Not an Exception, so that nobody takes it for a failure."""
+    """The bench was used, with this result. Not an Exception, so that nobody takes it for a failure."""
 
 
-def fit(trainer: L.Trainer, module: L.LightningModule, **data: Any) -> None:
-    """Fit up to the first batch, at which a ``BenchCallback`` ends."""
-    with contextlib.suppress(_Done):
+def fit(trainer: L.Trainer, module: L.LightningModule, **data: Any) -> Any:
+    """Fit up to the first batch, at which a ``BenchCallback`` ends; returns the result of its use."""
+    try:
         trainer.fit(module, **data)
-        raise ValueError("the training loader brings no batch")
+    except _Done as done:
+        return done.args[0]
+    raise ValueError("the training loader brings no batch")
 
 
 class BenchCallback(L.Callback):
@@ -178,8 +183,7 @@ class BenchCallback(L.Callback):
         first, *others = self._chosen
         on_device = {first: batch, **{kind: passes.to_device(self._chosen[kind]) for kind in others}}
         with passes.quiet():
-            self._use(Bench(program, self._compile.strategies, on_device, passes))
-        raise _Done
+            raise _Done(self._use(Bench(program, self._compile.strategies, on_device, passes)))
 
     def _choose(self, loader: Any) -> Any:
         """The first batch of each shape."""

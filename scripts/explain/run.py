@@ -81,8 +81,8 @@ def explain(
         val_batches=VALIDATION_BATCHES,
         checkpoint_every_n_steps=None,
         warmup_steps=0,
-    ) as made:
-        explanation = explained(made_of[0], made.trainer, made.module, given, datamodule=made.data)
+    ) as (trainer, module, data):
+        explanation = explained(made_of[0], trainer, module, given, datamodule=data)
     if several_devices(config):
         explanation.not_looked_at.append(ONE_DEVICE.format("looked at"))
     return explanation
@@ -200,20 +200,12 @@ def quiet_compiler() -> Iterator[None]:
 # ---- a training up to its first steps, which bisect looks at as well -------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What ``trainer.fit`` needs."""
-
-    trainer: L.Trainer
-    module: L.LightningModule
-    data: L.LightningDataModule
-
-
 @contextlib.contextmanager
 def training(
     config: Config, strategies: Iterable[Strategy], callbacks: Callable[[Compile], list[L.Callback]], **options: Any
-) -> Iterator[Training]:
-    """The training of ``config`` under ``strategies`` on one device, in a folder that goes away, with torch's settings.
+) -> Iterator[tuple[L.Trainer, L.LightningModule, L.LightningDataModule]]:
+    """Trainer, module and data of ``config`` under ``strategies`` on one device, in a folder that goes away, with
+    torch's settings.
 
     Args:
         callbacks: Lightning's callbacks, made of the one that applies the strategies, in their order.
@@ -231,7 +223,7 @@ def training(
         # Take away what would write: TensorBoard's files and the best checkpoint.
         trainer.loggers = []
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, ModelCheckpoint)]
-        yield Training(trainer=trainer, module=module, data=data)
+        yield trainer, module, data
 
 
 def several_devices(config: Config) -> bool:

@@ -7,7 +7,6 @@ import re
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from scripts.bisect.__main__ import FOUND, NOTHING_WRONG, ONLY_TOGETHER, exit_of
 from scripts.bisect.search import OPTIMIZER, Report
 from strategies import Modular, Optimizer, Regional, Whole
 from tests.bisect.conftest import Searched, searched_in, with_module
@@ -21,7 +20,8 @@ def test_a_wrong_kernel_is_found_at_the_one_module_that_uses_it(searched: Search
     assert re.match(r"Sine, .*planted.py:\d+$", report.culprit.about if report.culprit else "")
     assert report.rest_is_clean
     assert set(report.rest) == {"net.blocks.0", "net.blocks.1.before", "net.blocks.1.after", "net.head"}
-    assert exit_of(report) == FOUND
+    assert report.whole.differs
+    assert report.culprit is not None
 
 
 def test_copies_of_a_culprit_are_left_out_with_it(searched: Searched) -> None:
@@ -40,7 +40,7 @@ def test_two_modules_that_are_fine_alone(searched: Searched) -> None:
     assert not report.rest_is_clean
     parts = {f"net.blocks.{number}": {"backend": "planted_together"} for number in (1, 2)}
     report = searched(Net(Plain(), Sine(), Cosine()), strategies=[Modular(parts=parts)])
-    assert (report.culprit, report.rest, exit_of(report)) == (None, [], ONLY_TOGETHER)
+    assert (report.whole.differs, report.culprit, report.rest) == (True, None, [])
 
 
 def test_one_shape_of_several(searched: Searched) -> None:
@@ -88,4 +88,4 @@ def test_nothing_wrong_with_a_demo_model() -> None:
     found: list[Report] = []
     loader = BoringModel().train_dataloader()
     with_module(BoringModel(), loader, [Whole(backend="aot_eager")], lambda bench: found.append(searched_in(bench)))
-    assert exit_of(found[0]) == NOTHING_WRONG
+    assert not found[0].whole.differs
