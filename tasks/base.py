@@ -11,6 +11,7 @@ import difflib
 import math
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -285,17 +286,14 @@ def gib(size: int) -> str:
 
 def total_bytes() -> int | None:
     """Memory and swap of this machine, or what of it the container may take; None where the kernel does not tell."""
-    machine, swap, container = _meminfo("MemTotal"), _meminfo("SwapTotal") or 0, _container()
-    if machine is None:
-        return None
-    return (machine if container is None else min(machine, container[0])) + swap
+    memory = _meminfo("MemTotal")
+    return None if memory is None else min(memory, _container()) + (_meminfo("SwapTotal") or 0)
 
 
 def free_bytes() -> int | None:
-    """Memory that can be had without swapping, and within the container; None where the kernel does not tell."""
-    container = _container()
-    sizes = (_meminfo("MemAvailable"), None if container is None else container[0] - container[1])
-    return min((size for size in sizes if size is not None), default=None)
+    """Memory that can be had without swapping, or the container's; None where the kernel does not tell."""
+    free = _meminfo("MemAvailable")
+    return None if free is None else min(free, _container())
 
 
 def words(file: Path) -> list[str]:
@@ -311,15 +309,10 @@ def _meminfo(name: str) -> int | None:
     return int(found[found.index(f"{name}:") + 1]) * 1024 if f"{name}:" in found else None
 
 
-def _container() -> tuple[int, int] | None:
-    """Most memory of the container and what it uses for good; None without a limit."""
-    most, now = words(CGROUPS / "memory.max"), words(CGROUPS / "memory.current")
-    if not most or not now or most[0] == "max":
-        return None
-    stat = words(CGROUPS / "memory.stat")
-    # Of what files are read into, the kernel takes this back first.
-    cached = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
-    return int(most[0]), int(now[0]) - cached
+def _container() -> int:
+    """Most memory of the container."""
+    most = words(CGROUPS / "memory.max")
+    return int(most[0]) if most and most[0] != "max" else sys.maxsize
 
 
 def cache_folder() -> Path:

@@ -118,7 +118,7 @@ class Scene:
         return image
 
 
-def make_scene(key: str, *, max_objects: int = 9) -> Scene:
+def make_scene(key: str, *, max_objects: int) -> Scene:
     """Make the scene that belongs to ``key``: equal keys give equal scenes on every machine."""
     # A string seed goes through SHA-512 (documented in the random module), so neighbouring keys are unrelated.
     draw = random.Random(key)
@@ -138,19 +138,9 @@ def make_scene(key: str, *, max_objects: int = 9) -> Scene:
     return Scene(ground=draw.choice(tuple(GROUNDS)), shapes=shapes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenes:
-    """The scenes ``key/0``, ``key/1``, ...; ``key`` names the seed and the split."""
-
-    key: str
-    max_objects: int
-    image_size: int
-
-    def __getitem__(self, index: int) -> Scene:
-        return make_scene(f"{self.key}/{index}", max_objects=self.max_objects)
-
-    def image(self, index: int) -> Tensor:
-        return to_tensor(self[index].draw(self.image_size))
+def scene_image(key: str, max_objects: int, image_size: int, index: int) -> Tensor:
+    """The image of the scene ``key/index``; ``key`` names the seed and the split."""
+    return to_tensor(make_scene(f"{key}/{index}", max_objects=max_objects).draw(image_size))
 
 
 class LabelledScenes(Dataset[tuple[Tensor, int]]):
@@ -160,7 +150,7 @@ class LabelledScenes(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(self, key: str, count: int, *, image_size: int, distinct: int | None = None) -> None:
-        self.scenes, self._count = Scenes(key=key, max_objects=1, image_size=image_size), count
+        self._key, self._count, self._image_size = key, count, image_size
         self._kept: list[tuple[Tensor, int]] = []
         if distinct is not None:
             images, labels = zip(*(self._draw(index) for index in range(min(distinct, count))), strict=True)
@@ -175,9 +165,10 @@ class LabelledScenes(Dataset[tuple[Tensor, int]]):
         return self._kept[index % len(self._kept)] if self._kept else self._draw(index)
 
     def _draw(self, index: int) -> tuple[Tensor, int]:
-        (shape,) = self.scenes[index].shapes
+        scene = make_scene(f"{self._key}/{index}", max_objects=1)
+        (shape,) = scene.shapes
         label = SHAPES.index(shape.kind) * len(COLOURS) + list(COLOURS).index(shape.colour)
-        return self.scenes.image(index), label
+        return to_tensor(scene.draw(self._image_size)), label
 
 
 def _draw_shape(

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from tasks.base import BEGIN, END
 from tasks.captioning.task import Examples
-from tasks.loading import ResumableDataModule, load_tokenizer, pad_rows
+from tasks.loading import ResumableDataModule, load_tokenizer, load_tokens, pad_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -55,30 +54,28 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
         Raises ValueError when no example is left.
         """
         self._image = examples.image
-        encodings = tokenizer.encode_batch_fast(examples.captions)
-        lengths = np.array([len(encoding.ids) for encoding in encodings], dtype=np.int64)
+        self._ids = load_tokens(examples.captions, tokenizer)
+        ends = np.flatnonzero(self._ids == END)
         # A caption of n tokens is begin + n + end: n + 1 positions are read, n + 1 predicted.
-        empty, too_long = lengths == 0, lengths + 1 > max_positions
+        positions = np.diff(ends, prepend=-1)
+        empty, too_long = positions == 1, positions > max_positions
         counts = {"empty caption": int(empty.sum()), "caption too long": int(too_long.sum())}
         self.skipped = {reason: count for reason, count in counts.items() if count}
         """Examples left out, by reason."""
         self._kept = np.flatnonzero(~(empty | too_long))
         if not len(self._kept):
             raise ValueError(f"{examples.place} holds no usable example ({self.skipped or 'it is empty'})")
-        # Flat arrays instead of a list of lists: forked workers share their pages, because no reference count changes.
-        self.lengths: NDArray[np.int64] = lengths[self._kept] + 1
-        """Text positions that the model computes for each example: one more than the caption has tokens."""
-        self._ends = (self.lengths - 1).cumsum()
-        self._ids = np.concatenate([np.asarray(encodings[index].ids, dtype=np.int32) for index in self._kept])
+        self._ends, self.lengths = ends[self._kept] + 1, positions[self._kept]
+        """Where the tokens of each example end; and the text positions that the model computes for it."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        end, count = int(self._ends[index]), int(self.lengths[index]) - 1
-        tokens = torch.empty(count + 2, dtype=torch.long)
-        tokens[0], tokens[-1] = BEGIN, END
-        tokens[1:-1] = torch.from_numpy(self._ids[end - count : end])
+        end, count = int(self._ends[index]), int(self.lengths[index])
+        tokens = torch.empty(count + 1, dtype=torch.long)
+        tokens[0] = BEGIN
+        tokens[1:] = torch.from_numpy(self._ids[end - count : end].astype(np.int64))
         return self._image(int(self._kept[index])), tokens
 
 

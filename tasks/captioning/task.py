@@ -94,11 +94,12 @@ class Shapes(GeneratedCaptions):
             raise ValueError(f"task.data.max_objects={self.max_objects} must be 1 to 9")
 
     def split(self, name: str, *, seed: int, image_size: int) -> Examples:
-        from tasks.images import Scenes
+        from tasks.images import make_scene, scene_image
 
-        scenes = Scenes(key=f"{seed}/{name}", max_objects=self.max_objects, image_size=image_size)
-        captions = [scenes[index].caption() for index in range(self.count_of(name))]
-        return Examples(captions=captions, image=scenes.image, place="the embedded shapes")
+        key, most = f"{seed}/{name}", self.max_objects
+        captions = [make_scene(f"{key}/{index}", max_objects=most).caption() for index in range(self.count_of(name))]
+        image = partial(scene_image, key, most, image_size)
+        return Examples(captions=captions, image=image, place="the embedded shapes")
 
 
 WORDS = ["".join(letters) for letters in itertools.product("bdfgklmn", "aeio", "rstvz", "uy")]

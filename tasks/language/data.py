@@ -6,7 +6,6 @@ picked ones.
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tasks.base import BEGIN, END, IGNORED, PAD, SPECIAL_TOKENS, load_or_make
-from tasks.loading import ResumableDataModule, load_tokenizer, pad_rows
+from tasks.base import BEGIN, END, IGNORED, PAD, SPECIAL_TOKENS
+from tasks.loading import ResumableDataModule, load_tokenizer, load_tokens, pad_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -121,44 +120,6 @@ class TextDataset(Dataset[Tensor]):
         row[0] = BEGIN
         row[1:] = torch.from_numpy(self._ids[begin : begin + count - 1].astype(np.int64))
         return row
-
-
-AT_ONCE = 4096
-"""Documents encoded at once: the library's own objects take some fifty times the memory of their numbers."""
-
-
-def load_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.integer]:
-    """Token ids of all documents, one after the other, an ``END`` after each and nowhere else; read-only.
-
-    Loaded from the user's cache, or encoded and kept there. The file's name carries a hash of tokenizer and texts.
-    It is mapped into memory, which loader processes then share.
-    """
-    digest = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=8)
-    for text in texts:
-        digest.update(text.encode(errors="replace") + b"\0")
-    return load_or_make(
-        f"tokens-{digest.hexdigest()}.npy",
-        load=lambda path: np.load(path, mmap_mode="r"),
-        make=lambda: encode(texts, tokenizer),
-        save=np.save,
-    )
-
-
-def encode(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.integer]:
-    """Token ids of ``texts``, an ``END`` after each; uint16 where they fit."""
-    kind = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.int32
-    parts = []
-    before = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = True  # a text that holds "<end>" is no end
-    try:
-        for begin in range(0, len(texts), AT_ONCE):
-            # A lone surrogate, which JSON can hold, is no text to the tokenizer.
-            chunk = [text.encode(errors="replace").decode() for text in texts[begin : begin + AT_ONCE]]
-            encodings = tokenizer.encode_batch_fast(chunk, add_special_tokens=False)
-            parts.append(np.concatenate([np.array([*encoding.ids, END], dtype=kind) for encoding in encodings]))
-    finally:
-        tokenizer.encode_special_tokens = before
-    return np.concatenate(parts)
 
 
 SHARE = 0.15

@@ -15,7 +15,7 @@ G key and value heads, K head width, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tasks.base import PAD
+from tasks.language.packing import attend_packed
 from tasks.module import (
     Scores,
     TextEmbedding,
@@ -285,9 +286,10 @@ class BertEmbedding(nn.Module):
 class BertBlock(nn.Module):
     """Self-attention and an MLP, each with a residual and a norm after it."""
 
-    def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float, longest: int) -> None:
+        """``longest``: most positions of a sequence."""
         super().__init__()
-        self.heads = heads
+        self.heads, self.longest = heads, longest
         self.attention_dropout = attention_dropout
         self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
@@ -296,13 +298,15 @@ class BertBlock(nn.Module):
         self.mlp_norm = nn.LayerNorm(width, eps=NORM_EPSILON)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
-        """Map [B, S, D] to [B, S, D]; positions attend to where the boolean mask is true, or to all."""
-        dropout = self.attention_dropout if self.training else 0.0
-        return self.mix(x_BSD, attend(self.query_key_value(x_BSD), self.heads, mask_B11S=mask_B11S, dropout=dropout))
-
-    def mix(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
-        """What follows attention, whose heads' results are ``mixed_BSD``."""
+    def forward(self, x_BSD: Tensor, mask_B11S: Tensor | None, offsets_N: Tensor | None = None) -> Tensor:
+        """Map [B, S, D] to [B, S, D]; positions attend to where the boolean mask is true, or to all; of one row with
+        offsets, to those between the same two."""
+        query_key_value = self.query_key_value(x_BSD)
+        if offsets_N is None:
+            dropout = self.attention_dropout if self.training else 0.0
+            mixed_BSD = attend(query_key_value, self.heads, mask_B11S=mask_B11S, dropout=dropout)
+        else:
+            mixed_BSD = attend_packed(query_key_value, self.heads, offsets_N, longest=self.longest)
         x_BSD = self.attention_norm(x_BSD + self.dropout(self.output(mixed_BSD)))
         return self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
 
@@ -334,29 +338,33 @@ class Bert(nn.Module):
     Every block takes a contiguous input that requires a gradient, so that all of them share one compiled graph.
     """
 
-    block: ClassVar[type[BertBlock]] = BertBlock
-
     def __init__(self, network: BertNetwork) -> None:
         """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
         width, dropout = network.width, network.dropout
         self.embed = BertEmbedding(network.vocabulary_size, network.max_tokens, width, dropout)
-        sizes = (width, network.heads, dropout, network.dropped_attention)
-        self.blocks = nn.ModuleList(self.block(*sizes) for _ in range(network.layers))
+        sizes = (width, network.heads, dropout, network.dropped_attention, network.max_tokens)
+        self.blocks = nn.ModuleList(BertBlock(*sizes) for _ in range(network.layers))
         self.tail = BertTail(width, self.embed.token.weight)
         # The original's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
         positions = [self.embed.position, self.embed.token_type]
         draw_weights(self, 0.02 * math.sqrt(768 / width), positions=positions)
 
     def forward(
-        self, tokens_BS: Tensor, mask_BS: Tensor | None = None, targets_BS: Tensor | None = None
+        self,
+        tokens_BS: Tensor,
+        mask_BS: Tensor | None = None,
+        targets_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        offsets_N: Tensor | None = None,
     ) -> Tensor | Scores:
         """Score int64 targets [B, S] of int64 tokens [B, S]; without targets, return logits [B, S, V].
 
-        ``mask_BS``: boolean, true at tokens and false at padding; None: there is no padding.
+        ``mask_BS``: boolean, true at tokens and false at padding; None: there is no padding. ``positions_BS`` and
+        ``offsets_N`` of a row that holds several sequences: see ``PackedBatch``.
         """
         mask_B11S = None if mask_BS is None else mask_BS[:, None, None, :]
-        x_BSD: Tensor = self.embed(tokens_BS)
+        x_BSD: Tensor = self.embed(tokens_BS, positions_BS)
         for block in self.blocks:
-            x_BSD = block(x_BSD, mask_B11S)
+            x_BSD = block(x_BSD, mask_B11S, offsets_N)
         return self.tail(x_BSD, targets_BS)

@@ -1,4 +1,4 @@
-"""Whole documents, packed one after the other into batches of one number of positions, and the BERT that reads them.
+"""Whole documents, packed one after the other into batches of one number of positions, and attention within them.
 
 A batch is one row, so that everything compiled or captured meets one shape. Which documents share a row is decided by
 first fit: Johnson et al. 1974, https://doi.org/10.1137/0203025, over a window.
@@ -13,7 +13,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +22,11 @@ from torch.nn.attention.varlen import varlen_attn
 
 from tasks.base import IGNORED, PAD
 from tasks.language.data import CollateMasked, MaskedDataModule, TextDataset
-from tasks.language.model import Bert, BertBlock
 from tasks.loading import ResumableSampler
-from tasks.module import Scores, attend
+from tasks.module import attend
 
 if TYPE_CHECKING:
-    from tasks.language.task import BertNetwork, MaskedLM
+    from tasks.language.task import MaskedLM
 
 WINDOW = 64
 """Documents that may wait for room in a later row."""
@@ -53,6 +52,11 @@ class PackedBatch(NamedTuple):
     """Documents in the row."""
     attended: int
     """Pairs of positions that attend to each other, over all sequences."""
+
+    @property
+    def mask(self) -> None:
+        """No position is hidden from those of its own document."""
+        return None
 
     @staticmethod
     def host_only() -> tuple[str, ...]:
@@ -177,7 +181,7 @@ class PackedDataModule(MaskedDataModule):
         return PackedSampler(data.lengths.tolist(), shuffle=shuffle, **options)
 
 
-# ---- the network -----------------------------------------------------------------------------------------------------
+# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -230,36 +234,3 @@ def attend_packed(query_key_value_1TE: Tensor, heads: int, offsets_N: Tensor, *,
     mixed_NSD = attend(rows_NSE, heads, mask_B11S=mask_NS[:, None, None])
     sequence_T = torch.searchsorted(ends_N, at_T, right=True)
     return mixed_NSD[sequence_T, at_T - begins_N[sequence_T]][None]
-
-
-class PackedBlock(BertBlock):
-    """A block that attends within sequences."""
-
-    longest: int
-    """Most positions of a sequence."""
-
-    def forward(self, x_1TD: Tensor, offsets_N: Tensor) -> Tensor:  # type: ignore[override]
-        """Map [1, T, D] to [1, T, D]; positions attend to those between the same two offsets."""
-        mixed_1TD = attend_packed(self.query_key_value(x_1TD), self.heads, offsets_N, longest=self.longest)
-        return self.mix(x_1TD, mixed_1TD)
-
-
-class PackedBert(Bert):
-    """A BERT, with the parameters and keys of one, that reads sequences packed into a row."""
-
-    block: ClassVar[type[BertBlock]] = PackedBlock
-
-    def __init__(self, network: BertNetwork, *, longest: int) -> None:
-        """``longest``: most positions of a sequence."""
-        super().__init__(network)
-        for block in self.blocks:
-            block.longest = longest  # type: ignore[assignment]
-
-    def forward(  # type: ignore[override]
-        self, tokens_1T: Tensor, positions_1T: Tensor, offsets_N: Tensor, targets_1T: Tensor | None = None
-    ) -> Tensor | Scores:
-        """Score targets [1, T]; without them, return logits [1, T, V]. See ``PackedBatch``."""
-        x_1TD: Tensor = self.embed(tokens_1T, positions_1T)
-        for block in self.blocks:
-            x_1TD = block(x_1TD, offsets_N)
-        return self.tail(x_1TD, targets_1T)

@@ -241,7 +241,8 @@ class MaskedLM(TextTask):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return ("tokens", "positions", "offsets", "targets") if self.is_packed else ("tokens", "mask", "targets")
+        inputs = ("tokens", "mask", "targets")
+        return (*inputs, "positions", "offsets") if self.is_packed else inputs
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.language.data import MaskedDataModule
@@ -250,12 +251,6 @@ class MaskedLM(TextTask):
         return (PackedDataModule if self.is_packed else MaskedDataModule)(self, seed=seed)
 
     def build_net(self) -> nn.Module:
-        from tasks.language.model import Bert
-        from tasks.language.packing import PackedBert
-
-        return PackedBert(self.network, longest=self.longest()) if self.is_packed else Bert(self.network)
-
-    def counted_net(self) -> nn.Module:
         from tasks.language.model import Bert
 
         return Bert(self.network)

@@ -21,7 +21,6 @@ from tasks.language.packing import (
     WINDOW,
     CollatePacked,
     PackedBatch,
-    PackedBert,
     PackedSampler,
     first_fit,
     warn_without_kernel,
@@ -41,18 +40,18 @@ def packed(rows: list[Tensor], *, positions: int = 100, sequences: int = 10, **c
     return CollatePacked(**fields, positions=positions, sequences=sequences, longest=40)([rows])
 
 
-def nets() -> tuple[Bert, PackedBert]:
+def nets() -> tuple[Bert, Bert]:
     """One network in both forms, its weights larger than at the start."""
     torch.manual_seed(0)
-    plain, other = Bert(NETWORK), PackedBert(NETWORK, longest=40)
+    plain, other = Bert(NETWORK), Bert(NETWORK)
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     other.load_state_dict(plain.state_dict())
     return plain, other
 
 
-def logits(net: PackedBert, batch: PackedBatch) -> Tensor:
-    result = net(batch.tokens, batch.positions, batch.offsets)
+def logits(net: Bert, batch: PackedBatch) -> Tensor:
+    result = net(batch.tokens, positions_BS=batch.positions, offsets_N=batch.offsets)
     assert isinstance(result, Tensor)
     return result[0]
 
@@ -160,7 +159,7 @@ def test_loss_and_gradients_are_those_of_the_padded_network(path: str, monkeypat
         monkeypatch.setattr(packing, "varlen_attn", by_offsets)
     plain, other = nets()
     batch, padded = packed(DOCUMENTS), collate()(DOCUMENTS)
-    loss = other(batch.tokens, batch.positions, batch.offsets, batch.targets)[0]
+    loss = other(batch.tokens, None, batch.targets, batch.positions, batch.offsets)[0]
     reference = plain(padded.tokens, padded.mask, padded.targets)[0]
     torch.testing.assert_close(loss, reference, rtol=1e-6, atol=1e-6)
     loss.backward()
@@ -192,7 +191,7 @@ def test_a_gradient_of_one_document_stays_in_it() -> None:
     _, net = nets()
     batch = packed(DOCUMENTS)
     x_1TD = net.embed(batch.tokens, batch.positions).detach().requires_grad_()
-    net.blocks[0](x_1TD, batch.offsets)[0, 24:31].sum().backward()
+    net.blocks[0](x_1TD, None, batch.offsets)[0, 24:31].sum().backward()
     touched = x_1TD.grad[0].abs().sum(dim=-1) > 0
     assert torch.nonzero(touched).flatten().tolist() == list(range(24, 31))
 
@@ -204,7 +203,7 @@ def test_forward_and_loss_compile_as_one_graph_for_every_row() -> None:
     net.compile(backend=counter, fullgraph=True)
     for rows in (DOCUMENTS, DOCUMENTS[:2], DOCUMENTS[::-1]):
         batch = packed(rows)
-        net(batch.tokens, batch.positions, batch.offsets, batch.targets)[0].backward()
+        net(batch.tokens, None, batch.targets, batch.positions, batch.offsets)[0].backward()
     assert counter.frame_count == 1
     torch._dynamo.reset()
 

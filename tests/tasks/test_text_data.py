@@ -12,10 +12,10 @@ import torch
 from strategies import Ragged
 from strategies.padding import length_of
 from tasks.base import BEGIN, END, PAD
-from tasks.language.data import TextDataModule, encode
+from tasks.language.data import TextDataModule
 from tasks.language.sources import Stdlib, TextData, TextFiles, definitions
 from tasks.language.task import Gpt2Network, LanguageModelling
-from tasks.loading import train_tokenizer
+from tasks.loading import encode, train_tokenizer
 
 
 def load(data: TextData, *, max_tokens: int = 16) -> TextDataModule:
@@ -106,7 +106,7 @@ def test_tokens_are_kept_for_the_next_start(folder: Path, private_cache: Path, m
     kept = sorted(private_cache.rglob("tokens-*.npy"))
     assert len(kept) == 2
     with monkeypatch.context() as patched:
-        patched.setattr("tasks.language.data.encode", lambda *_: pytest.fail("encoded again"))
+        patched.setattr("tasks.loading.encode", lambda *_: pytest.fail("encoded again"))
         again = load(data)
     assert all(torch.equal(first.train_set[index], again.train_set[index]) for index in range(len(first.train_set)))
     kept[0].write_bytes(b"half a file")
