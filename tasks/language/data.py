@@ -220,7 +220,7 @@ class TextDataModule(ResumableDataModule):
     def open(self) -> str:
         task, data = self.task, self.task.data
         train, val = data.documents()
-        self.tokenizer = load_tokenizer(train, vocabulary_size=task.network.learned_tokens)
+        self.tokenizer = load_tokenizer(train, vocabulary_size=task.network.vocabulary_size - task.network.reserved)
         rows: dict[str, Any] = {"packing": data.packing, "positions": task.longest(), "extra": task.extra}
         val_place = f"the validation text of {data.place()} (task.data.val_share={data.val_share})"
         self.train_set = TextDataset(train, self.tokenizer, place=data.place(), **rows)

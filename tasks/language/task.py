@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 class Dimensions:
     """What the networks defined here have in common."""
 
+    reserved: ClassVar[int] = 0
+    """Last outputs of the head that the tokenizer does not learn."""
+    rate: ClassVar[float] = 0.2
+    """Learning rate at a width of 1, 2.6e-4 for GPT-2: Adam's best falls with the width
+    (https://arxiv.org/abs/2203.03466)."""
+
     layers: int = 4
     """Blocks."""
     width: int = 64
@@ -45,15 +51,6 @@ class Dimensions:
     def __post_init__(self) -> None:
         require_fields("task.network", self, layers=1, width=1, heads=1, vocabulary_size=259, max_tokens=3)
         require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
-
-    @property
-    def learned_tokens(self) -> int:
-        """Most tokens that the tokenizer learns."""
-        return self.vocabulary_size
-
-    def learning_rate(self) -> float:
-        """2.6e-4 for GPT-2: Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""
-        return 0.2 / self.width
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,6 +97,10 @@ class BertNetwork(Dimensions):
     The last output of the head is the mask's token, so that the tokenizer learns at most ``vocabulary_size - 1``.
     """
 
+    reserved: ClassVar[int] = 1
+    rate: ClassVar[float] = 0.0768
+    """The original's 1e-4 for base."""
+
     dropout: float = 0.0
     """Share of activations dropped in training."""
     attention_dropout: float | None = None
@@ -118,14 +119,6 @@ class BertNetwork(Dimensions):
     @property
     def mask_token(self) -> int:
         return self.vocabulary_size - 1
-
-    @property
-    def learned_tokens(self) -> int:
-        return self.mask_token
-
-    def learning_rate(self) -> float:
-        """The original's 1e-4 for base; Adam's best rate falls with the width."""
-        return 0.0768 / self.width
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,7 +145,7 @@ class TextTask(TrainedTask):
                 raise ValueError(f"task.data.{name}={value} must be at most task.network.max_tokens={most}")
 
     def default_learning_rate(self) -> float:
-        return self.network.learning_rate()
+        return self.network.rate / self.network.width
 
     def max_positions(self) -> int:
         return self.network.max_tokens
@@ -169,6 +162,13 @@ class TextTask(TrainedTask):
     def ragged(self) -> Ragged:
         """Packed rows are not ragged."""
         return self.ragged_fields if self.data.packing == "documents" else ()
+
+    def example(self, rows: int, positions: int) -> tuple[Tensor | None, ...]:
+        """The head is computed at every position, not only where tokens are masked."""
+        import torch
+
+        tokens = torch.zeros(rows, positions, dtype=torch.long)
+        return tuple(tokens if name in ("inputs", "tokens", "targets") else None for name in self.inputs)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -200,12 +200,6 @@ class LanguageModelling(TextTask):
             return Llama(self.network, loss_chunks=self.loss_chunks)
         assert isinstance(self.network, Gpt2Network)
         return Gpt2(self.network, loss_chunks=self.loss_chunks)
-
-    def example(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
-        import torch
-
-        tokens = torch.zeros(rows, positions, dtype=torch.long)
-        return tokens, tokens
 
 
 @dataclass(kw_only=True, slots=True)
@@ -264,10 +258,3 @@ class MaskedLM(TextTask):
             useful_tokens=batch.useful_tokens,
             attended=batch.attended,
         )
-
-    def example(self, rows: int, positions: int) -> tuple[Tensor | None, ...]:
-        """The head is computed at every position, not only where tokens are masked."""
-        import torch
-
-        tokens = torch.zeros(rows, positions, dtype=torch.long)
-        return tokens, None, tokens

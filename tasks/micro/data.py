@@ -22,7 +22,7 @@ from tasks.loading import ResumableDataModule, pad_rows
 from tasks.micro.task import CLASSES
 
 if TYPE_CHECKING:
-    from tasks.micro.task import Micro
+    pass
 
 PATTERN_NORM = 4.0
 """Norm of a vector's pattern, in standard deviations of the noise: easy to tell apart once the patterns are known."""
@@ -71,24 +71,21 @@ class GeneratedTensors(ResumableDataModule):
 
     option = "task"
 
-    def __init__(self, task: Micro, *, seed: int) -> None:
-        super().__init__(task, seed=seed)
-        self._counts, self._shape = task.counts, task.example_shape
-        """Of an input: features; positions and features, each position of its own class; or an image."""
-        self._pools: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        """Inputs and targets by device, inputs in the precision that trains."""
-        self.collate = self._numbered
-
     def open(self) -> str:
-        patterns = class_patterns(self._shape, classes=CLASSES, seed=self.seed)
-        keys = [f"{self.seed}/{split}/{index}" for split, count in self._counts.items() for index in range(count)]
-        inputs, targets = noisy_examples(patterns, self._shape, keys=keys)
-        if len(self._shape) == 3:
+        counts, shape = self.task.counts, self.task.example_shape
+        patterns = class_patterns(shape, classes=CLASSES, seed=self.seed)
+        keys = [f"{self.seed}/{split}/{index}" for split, count in counts.items() for index in range(count)]
+        inputs, targets = noisy_examples(patterns, shape, keys=keys)
+        self._images = len(shape) == 3
+        if self._images:
             # Rows of channels, so that a batch of images is channels_last, the layout of fast convolutions.
             inputs = inputs.permute(0, 2, 3, 1).contiguous()
         self._inputs, self._targets = inputs, targets
+        self._pools: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        """Inputs and targets by device, inputs in the precision that trains."""
+        self.collate = self._numbered
         # Numbers of examples, in the place of the examples themselves.
-        train_count = self._counts["train"]
+        train_count = counts["train"]
         self.train_set, self.val_set = range(train_count), range(train_count, len(keys))  # type: ignore[assignment]
         return "the generated data"
 
@@ -109,7 +106,7 @@ class GeneratedTensors(ResumableDataModule):
             self._pools[device] = inputs, self._targets.to(device)
         numbers = batch.inputs.to(device, non_blocking=True)
         inputs, targets = (pool.index_select(0, numbers) for pool in self._pools[device])
-        if len(self._shape) == 3:
+        if self._images:
             inputs = inputs.permute(0, 3, 1, 2)
         return batch._replace(inputs=inputs, targets=targets)
 
