@@ -142,7 +142,7 @@ def with_config(config: Config, strategies: Sequence[Strategy], use: Callable[[B
         return [BenchCallback(compile_, use), compile_]
 
     with training(config, strategies, callbacks, val_every_n_steps=0, checkpoint_every_n_steps=0) as made:
-        trainer, module, data = made
+        _, trainer, module, data = made
         used: Used = fit(trainer, module, datamodule=data)
     return used
 

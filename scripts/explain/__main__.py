@@ -44,15 +44,11 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
     config, _ = composed_training(options.overrides, config_dir=options.config_dir, looks="explain looks at")
     if not config.compile:
         raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
-    with Console(stderr=True, highlight=False).status("getting ready") as status:
+    with Console(stderr=True, highlight=False).status(f"training {options.batches:,} batches"):
         with importing():
             from scripts.explain.run import explain
 
-        def progress(line: str) -> None:
-            stop.check()
-            status.update(line)
-
-        explanation = explain(config, batches=options.batches, progress=progress, before_steps=stop.install)
+        explanation = explain(config, batches=options.batches, before_steps=stop.install)
         stop.check()  # an interrupt that a library swallowed may look like a failure of the compiler
     if options.json is not None:
         options.json.write_text(explanation.as_json(), encoding="utf-8")

@@ -43,46 +43,28 @@ NO_INDUCTOR = "what Inductor makes of the graphs: on a CPU aot_eager stands in f
 VALIDATION_BATCHES = 2
 
 
-def explain(
-    config: Config,
-    *,
-    batches: int = BATCHES,
-    progress: Callable[[str], object] = str,
-    before_steps: Callable[[], object] = int,
-) -> Explanation:
-    """Explain ``config.task`` under ``config.compile``.
+def explain(config: Config, *, batches: int = BATCHES, before_steps: Callable[[], object] = int) -> Explanation:
+    """Explain ``config.task`` under ``config.compile``, trained on ``batches``, one a step.
 
-    Args:
-        config: The configuration of a run.
-        batches: Batches to train on, one a step.
-        progress: Called with a line about what is being done.
-        before_steps: Called once Lightning has set its signal handlers: for whoever has handlers of their own.
-
+    ``before_steps`` is called once Lightning has set its signal handlers: for whoever has handlers of their own.
     Raises ValueError for what a run would refuse.
     """
     given = list(config.compile.values())
     strategies = prepared(given)
     if not strategies:
         raise ValueError(f"compile={label(given)}: compiles nothing, there is nothing to explain")
-    progress("building data and model")
-    made_of: list[Compile] = []
-
-    def callbacks(compile_: Compile) -> list[L.Callback]:
-        made_of.append(compile_)
-        return [compile_, Quiet(compile_, progress, before_steps)]
-
     with training(
         config,
         strategies,
-        callbacks,
+        lambda made: [made, Quiet(made, before_steps)],
         max_steps=batches,
         accumulate_grad_batches=1,  # what comes after the first batch comes after the first step: see EXPECTED
         val_every_n_steps=-(-batches // 2) if config.trainer.val_every_n_steps else 0,
         val_batches=VALIDATION_BATCHES,
         checkpoint_every_n_steps=None,
         warmup_steps=0,
-    ) as (trainer, module, data):
-        explanation = explained(made_of[0], trainer, module, given, datamodule=data)
+    ) as (compile_, trainer, module, data):
+        explanation = explained(compile_, trainer, module, given, datamodule=data)
     if several_devices(config):
         explanation.not_looked_at.append(ONE_DEVICE.format("looked at"))
     return explanation
@@ -128,23 +110,12 @@ def changed(options: Any) -> Any:
 class Quiet(L.Callback):
     """Comes after ``Compile``: what a run logs line by line is reported at the end."""
 
-    def __init__(
-        self,
-        compile_: Compile,
-        progress: Callable[[str], object] = str,
-        before_steps: Callable[[], object] = int,
-    ) -> None:
-        self._compile, self._progress, self._before_steps = compile_, progress, before_steps
+    def __init__(self, compile_: Compile, before_steps: Callable[[], object] = int) -> None:
+        self._compile, self._before_steps = compile_, before_steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._compile.telemetry.reporter = EventReporter(enabled=False)
         self._before_steps()
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        number = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        self._progress(f"batch {number} of {trainer.max_steps}: forward, backward, optimizer step")
 
 
 def explained(
@@ -203,14 +174,11 @@ def quiet_compiler() -> Iterator[None]:
 @contextlib.contextmanager
 def training(
     config: Config, strategies: Iterable[Strategy], callbacks: Callable[[Compile], list[L.Callback]], **options: Any
-) -> Iterator[tuple[L.Trainer, L.LightningModule, L.LightningDataModule]]:
-    """Trainer, module and data of ``config`` under ``strategies`` on one device, in a folder that goes away, with
-    torch's settings.
+) -> Iterator[tuple[Compile, L.Trainer, L.LightningModule, L.LightningDataModule]]:
+    """What applies ``strategies``, trainer, module and data of ``config``, on one device, in a folder that goes away,
+    with torch's settings.
 
-    Args:
-        callbacks: Lightning's callbacks, made of the one that applies the strategies, in their order.
-        options: Further ones of ``TrainerConfig``.
-
+    ``callbacks`` makes Lightning's of the first, in their order; ``options`` are further ones of ``TrainerConfig``.
     Raises ValueError for what a run would refuse.
     """
     tried = throwaway(config, strategies, **options)
@@ -223,7 +191,7 @@ def training(
         # Take away what would write: TensorBoard's files and the best checkpoint.
         trainer.loggers = []
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, ModelCheckpoint)]
-        yield trainer, module, data
+        yield compile_, trainer, module, data
 
 
 def several_devices(config: Config) -> bool:
