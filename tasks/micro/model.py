@@ -64,11 +64,12 @@ class GraphBreaker(MicroNet):
         self.second = nn.Linear(width, width)
         self.tail = ClassTail(width, classes)
 
-    def features(self, x_BD: Tensor) -> Tensor:
+    def forward(self, x_BD: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
+        """Scores of vectors [B, D]; with targets the loss, see ``ClassTail``. Breaks here are in no function called."""
         x_BD = self.first(x_BD)
         print(end="")  # prints nothing, so that a run stays readable; to the compiler it is a print like any other
         x_BD = x_BD.relu() if x_BD.mean() > 0 else x_BD.tanh()
-        return self.second(x_BD).relu()
+        return self.tail(self.second(x_BD).relu(), targets_B)
 
 
 class ConvNet(MicroNet):
