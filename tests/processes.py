@@ -55,7 +55,7 @@ class RanksFailed(AssertionError):
 def on_ranks(
     function: Callable[..., Any] | str,
     *arguments: Any,
-    timeout_seconds: float = 240.0,
+    timeout_seconds: float = 500.0,
     environment: Mapping[str, str] | None = None,
     ranks: int = 2,
 ) -> list[Any]:

@@ -89,7 +89,7 @@ def met_while_compiling(folder: str) -> tuple[int, int, int, int]:
 
 
 def test_what_one_rank_compiles_the_others_load(pair: Pair, tmp_path: Path) -> None:
-    said = pair(trained, str(tmp_path), False, True, timeout_seconds=300)
+    said = pair(trained, str(tmp_path), False, True)
     misses, hits, _, traces_loaded = (sum(of_rank) for of_rank in zip(*(each for each, _ in said), strict=True))
     assert misses == 2 * GRAPHS, "as many as one rank alone"
     assert hits == 2 * GRAPHS
@@ -99,9 +99,9 @@ def test_what_one_rank_compiles_the_others_load(pair: Pair, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_ranks_whose_caches_differ_go_on_alike(pair: Pair, tmp_path: Path) -> None:
-    said = pair(trained, str(tmp_path), True, timeout_seconds=300)
+    said = pair(trained, str(tmp_path), True)
     assert [each[0] for each, _ in said] == [2 * GRAPHS] * 2, "as on two hosts: each has a directory of its own"
-    again = pair(trained, str(tmp_path / "1"), False, timeout_seconds=300)
+    again = pair(trained, str(tmp_path / "1"), False)
     assert [each[0] for each, _ in again] == [0, 0], "rank 0 loads what rank 1 compiled"
     assert said[0][1] == said[1][1] == again[0][1] == again[1][1]
 
@@ -122,7 +122,7 @@ def cached(folder: str) -> tuple[str, dict[str, Any], tuple[int, ...]]:
 
 def test_ranks_share_what_is_fetched_and_one_of_them_stores(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "usual").mkdir()
-    cold, warm = (pair(cached, str(tmp_path), timeout_seconds=300) for _ in range(2))
+    cold, warm = (pair(cached, str(tmp_path)) for _ in range(2))
     for said in (cold, warm):
         assert said[0][0] == said[1][0] != str(tmp_path / "usual"), "one directory for both"
     assert sum(misses for _, _, (misses, *_) in cold) == GRAPHS
@@ -135,7 +135,7 @@ def test_ranks_share_what_is_fetched_and_one_of_them_stores(pair: Pair, tmp_path
 @pytest.mark.slow
 def test_torch_itself_still_lets_every_rank_compile(pair: Pair, tmp_path: Path) -> None:
     """Where this fails, torch has a lock of its own and ours can go."""
-    assert pair(met_while_compiling, str(tmp_path), timeout_seconds=300) == [(GRAPHS, 0, 1, 0)] * 2
+    assert pair(met_while_compiling, str(tmp_path)) == [(GRAPHS, 0, 1, 0)] * 2
 
 
 def test_a_graph_with_collectives_waits_for_nobody() -> None:

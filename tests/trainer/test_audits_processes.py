@@ -76,7 +76,7 @@ def all_cases(devices: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("devices", ["ddp", "fsdp2"])
 def test_two_processes_audit_the_same_steps_and_both_act_on_what_one_finds(devices: str, pair: Pair) -> None:
-    ranks = pair(all_cases, devices, timeout_seconds=280)
+    ranks = pair(all_cases, devices)
     for facts in ranks:
         off, clean = facts["off"], facts["clean"]
         assert (clean["error"], clean["parity"], clean["audited"]) == (None, "passed", ([1, 2, 4, 8], "clean"))

@@ -45,7 +45,7 @@ def start(folder: Path, store: Path) -> dict[str, Any]:
     """Train in a process that has compiled nothing, with caches of its own."""
     folder.mkdir()
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    (result,) = on_ranks(trained, folder, store, environment=environment, ranks=1, timeout_seconds=250)
+    (result,) = on_ranks(trained, folder, store, environment=environment, ranks=1)
     assert not list((folder / "inductor").glob("cached-*")), "the directory of the run is gone"
     return result
 

@@ -102,7 +102,7 @@ def assert_alike(plain: Any, with_graphs: Any) -> None:
 
 def test_captured_steps_are_the_uncaptured_ones(pair: Pair, subtests: pytest.Subtests) -> None:
     cases = [("ddp", 1, ""), ("ddp", 2, ""), ("fsdp2", 1, ""), ("fsdp2", 2, ""), ("fsdp2", 3, "")]
-    for rank, trainings in enumerate(pair(captured, cases, timeout_seconds=280)):
+    for rank, trainings in enumerate(pair(captured, cases)):
         for case, (plain, with_graphs) in zip(cases, trainings, strict=True):
             with subtests.test(rank=rank, case=case):
                 assert with_graphs[1]["replayed_steps"] >= 8, with_graphs[1]
@@ -120,7 +120,7 @@ REFUSED = {
 
 def test_steps_that_are_captured_in_part_or_not_at_all_lose_no_gradient(pair: Pair, subtests: pytest.Subtests) -> None:
     cases = [("fsdp2", accumulate, habit) for accumulate in (1, 3) for habit in REFUSED]
-    for rank, trainings in enumerate(pair(captured, cases, timeout_seconds=280)):
+    for rank, trainings in enumerate(pair(captured, cases)):
         for case, (plain, with_graphs) in zip(cases, trainings, strict=True):
             with subtests.test(rank=rank, case=case):
                 _, accumulate, habit = case

@@ -170,7 +170,7 @@ def test_one_process_goes_on_from_each(crossed: dict[str, Any], folder: Path, su
 
 
 def test_four_processes_go_on_from_two_and_one(crossed: dict[str, Any], folder: Path) -> None:
-    for begins in on_ranks(across, str(folder), (), ("directory",), ranks=4, timeout_seconds=200):
+    for begins in on_ranks(across, str(folder), (), ("directory",), ranks=4):
         for before in (*KINDS, "one"):
             assert begins[f"{before} to directory"] == crossed[before], before
 
@@ -392,7 +392,7 @@ def test_a_run_goes_on_by_the_command_line(pair: Pair, tmp_path: Path) -> None:
         "file": (fsdp2, "trainer.max_steps=6", resume, "trainer.sharded_checkpoints=false", background),
         "ddp": ("trainer.strategy=ddp", "trainer.max_steps=6", resume, background),
     }
-    facts, _ = pair(trained, tmp_path, runs, timeout_seconds=280)
+    facts, _ = pair(trained, tmp_path, runs)
     assert facts == {name: ("finished", 4 if name == "saved" else 6, None) for name in facts}
     for name in facts:
         path = tmp_path / name / "checkpoints" / "last.ckpt"

@@ -233,7 +233,7 @@ def test_what_is_not_trained_by_itself_is_in_what_is() -> None:
 def test_a_strategy_trains_as_one_process_on_the_whole_batch(
     arms: list[str], pair: Pair, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    ranks = pair(under_each, {arm: strategies_of(arm) for arm in arms}, tmp_path, timeout_seconds=280)
+    ranks = pair(under_each, {arm: strategies_of(arm) for arm in arms}, tmp_path)
     for arm, name in ranks[0]:
         with subtests.test(arm=arm, strategy=name):
             first, second = (rank[arm, name] for rank in ranks)

@@ -66,7 +66,7 @@ def of_a_host(folder: Path, number: str) -> None:
 
 def test_two_hosts_train_as_one_and_go_on_after_a_process_was_killed(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text(PLUGIN)
-    pair(host, tmp_path, free_port(), timeout_seconds=280)
+    pair(host, tmp_path, free_port())
     said = [(tmp_path / f"{number}.log").read_text() for number in (0, 1)]
     (file,) = tmp_path.rglob("record.json")
     record = RunRecord.load(file.parent)

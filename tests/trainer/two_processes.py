@@ -14,7 +14,7 @@ from tests.processes import on_ranks
 def said_by_two(script: str, folder: Path) -> list[dict[str, Any]]:
     """Run ``script`` twice, given ``folder`` and ``LOCAL_RANK``; returns what it wrote into ``folder/<rank>.json``."""
     (folder / "script.py").write_text(script)
-    on_ranks(run_script, folder, timeout_seconds=200)
+    on_ranks(run_script, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
