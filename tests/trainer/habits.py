@@ -206,18 +206,6 @@ class ChangesOnceInAWhile(Plain):
 
 
 @habit(None)
-class StartsAtStepTen(Plain):
-    penalty = False
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 10:
-            self.penalty = True
-
-    def scale(self, batch_idx: int) -> Any:
-        return 3.0 if self.penalty else 1.0
-
-
-@habit(None)
 class Freezes(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 10:
@@ -329,14 +317,6 @@ def reads(
     HABITS[name] = type(name, (Plain,), body), reason
 
 
-class Schedule:
-    def __init__(self, module: L.LightningModule) -> None:
-        self.module = module
-
-    def __call__(self) -> float:
-        return wave(self.module.global_step)
-
-
 @habit("global_step")
 class PropertyReadsGlobalStep(Plain):
     @property
@@ -347,27 +327,10 @@ class PropertyReadsGlobalStep(Plain):
         return self.kl
 
 
-@habit("global_step")
-class AnotherObjectReadsGlobalStep(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "schedule", Schedule(self))
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.schedule()
-
-
 @habit("batch_idx")
 class ReadsBatchIndex(Plain):
     def scale(self, batch_idx: int) -> Any:
         return wave(batch_idx)
-
-
-@habit("batch_idx")
-class LogsBatchIndex(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("index", float(batch_idx))
-        return super().training_step(batch, batch_idx)
 
 
 @habit("batch_idx")
@@ -405,11 +368,6 @@ class Slotted:
     scale: float = 1.0
 
 
-@dataclasses.dataclass
-class Dataclass:
-    scale: float = 1.0
-
-
 class Closure:
     def __init__(self) -> None:
         value = 1.0
@@ -442,17 +400,8 @@ def sets(*names: str) -> Callable[[Any, float], Any]:
 reads("HelperReadsGlobalStep", "self.global_step", lambda self: wave(self.global_step))
 reads("ReadsTheTrainer", "self.trainer.global_step", lambda self: wave(self.trainer.global_step))
 reads("AttributeSetInAHook", "self.kl", lambda self: self.kl, sets("kl"))
-reads("AttributeByName", "self.kl", lambda self: getattr(self, "k" + "l"), sets("kl"))
 reads("AttributeThroughVars", "self.kl", lambda self: vars(self)["kl"], sets("kl"))
 reads("AttributeOfASubmodule", "self.net.1.factor", lambda self: self.net[1].factor, sets("net", "1", "factor"))
-reads(
-    "ScheduledSmoothing", "self.criterion.smoothing", lambda self: 1 - self.criterion.smoothing / 10,
-    sets("criterion", "smoothing"), lambda: {"criterion": nn.Module()},
-)  # fmt: skip
-reads(
-    "ListContents", "self.weights[0] changes", lambda self: self.weights[0],
-    lambda self, value: operator.setitem(self.weights, 0, value), lambda: {"weights": [1.0]},
-)  # fmt: skip
 reads(
     "NestedContents", "self.settings['loss'][0]['scale'] changes", lambda self: self.settings["loss"][0]["scale"],
     lambda self, value: self.settings["loss"][0].update(scale=value), lambda: {"settings": {"loss": [{"scale": 1.0}]}},
@@ -466,7 +415,6 @@ reads(
     lambda self, value: self.recent.append(value), lambda: {"recent": deque([1.0], maxlen=3)},
 )  # fmt: skip
 for name, reason, kind in (
-    ("HoldsADataclass", "self.held.scale", Dataclass),
     ("HoldsSlots", "self.held.scale", Slotted),
     ("HoldsANamespace", "self.held['scale'] changes", functools.partial(SimpleNamespace, scale=1.0)),
     ("HoldsAConfiguration", "self.held", functools.partial(OmegaConf.create, {"scale": 1.0})),
@@ -541,13 +489,6 @@ reads(
     "ReadsAnIterator", "self.endless", lambda self: next(self.endless),
     make=lambda: {"endless": itertools.cycle([1.0, 2.0, 3.0])},
 )  # fmt: skip
-
-
-@habit("draws random numbers on the host")
-class TeacherForcing(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        given = batch[0] if random.random() < 0.5 else -batch[0]
-        return super().training_step((given, batch[1]), batch_idx)
 
 
 @habit("changes self.count")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -23,7 +24,6 @@ from tests.processes import RanksFailed, command_alone, on_ranks, torchrun
 from tests.trainer.runs import SMALLEST, last_checkpoint, train
 from tests.trainer.test_early_start import alive
 from tests.trainer.test_resume_exactness import send_in_step
-from tests.trainer.two_processes import run_script
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.xdist_group("two_processes")
@@ -193,7 +193,7 @@ torch.set_num_threads(1)
 
 def on_train_batch_start(module, batch, batch_idx):
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
-    while rank == 0 and not (folder / "1.pid").exists():
+    while rank == 0 and not ((folder / "1.pid").exists() and (folder / "1.pid").read_text()):
         time.sleep(0.05)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -209,8 +209,9 @@ def alone(folder: Path) -> Any:
     """Be the script, and wait for the end of the process that it has started."""
     for name in ("RANK", "LOCAL_RANK", *torchrun(1)):
         del os.environ[name]
+    sys.argv = [str(folder / "script.py"), str(folder)]
     with pytest.raises(SystemExit) as ended:
-        run_script(folder)
+        runpy.run_path(sys.argv[0], run_name="__main__")
     while alive(int((folder / "1.pid").read_text())):
         time.sleep(0.05)
     return ended.value.code

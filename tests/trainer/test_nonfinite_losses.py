@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from strategies import Regional
 from tasks.module import ScoredModule
+from tests.processes import Pair
 from tests.trainer.audited import Captured
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import last_checkpoint, train
-from tests.trainer.two_processes import said_by_two
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss
 from trainer.process import StopRequest
@@ -177,31 +178,22 @@ def test_a_loss_of_double_precision_beyond_single_precision_is_finite(tmp_path: 
     assert watched(Large(), tmp_path, [], max_steps=2).record.status == "finished"
 
 
-TWO = """
-import json, os, sys
-from pathlib import Path
-import torch
-from tasks.module import ScoredModule
-from tests.trainer.runs import train
+def spoilt_on_one(folder: Path) -> list[Any]:
+    rank = os.environ["RANK"]
 
-folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
-torch.set_num_threads(1)
-step = ScoredModule.training_step
+    def on_a_rank(module: ScoredModule, batch: Any, batch_idx: int) -> Tensor:
+        loss = training_step(module, batch, batch_idx)
+        if rank == "1" and module.global_step == 2:
+            loss = loss + (float("nan") - loss).detach()  # its gradients are finite: no other process ever sees it
+        return loss
 
-def training_step(module, batch, batch_idx):
-    loss = step(module, batch, batch_idx)
-    if rank == 1 and module.global_step == 2:
-        loss = loss + (float("nan") - loss).detach()  # its gradients are finite: no other process ever sees it
-    return loss
-
-ScoredModule.training_step = training_step
-record = train(folder / "run", "trainer.devices=2", "trainer.max_steps=6", "trainer.checkpoint_every_n_steps=1")
-(folder / f"{rank}.json").write_text(json.dumps([record.status, record.reason, record.steps]))
-"""
+    ScoredModule.training_step = on_a_rank  # type: ignore[method-assign]
+    record = train(folder / "run", "trainer.devices=2", "trainer.max_steps=6", "trainer.checkpoint_every_n_steps=1")
+    return [record.status, record.reason, record.steps]
 
 
-def test_all_processes_end_at_the_same_step_when_one_of_them_saw_it(tmp_path: Path) -> None:
-    one, other = said_by_two(TWO, tmp_path)
+def test_all_processes_end_at_the_same_step_when_one_of_them_saw_it(pair: Pair, tmp_path: Path) -> None:
+    one, other = pair(spoilt_on_one, tmp_path)
     assert one == other
     assert one[0] == "failed"
     assert "step 3 (epoch 0, batch_idx 2, " in one[1]
