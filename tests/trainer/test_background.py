@@ -22,7 +22,7 @@ from strategies import Background, Buckets, Checkpointing, Dynamic, Modular, Opt
 from strategies.base import Program, Stage, Strategy
 from strategies.regions import compile_in_place, recompute, recomputes
 from tests.processes import Pair
-from tests.trainer.guarded import as_it_is, backend
+from tests.trainer.guarded import as_it_is, backend, scaled
 from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
 from tests.trainer.ragged_modules import RAGGED, TextData
 from tests.trainer.ragged_modules import fit as fit_texts
@@ -72,6 +72,12 @@ def train(folder: Path, *strategies: Any, steps: int = 30, **options: Any) -> tu
     return callback, losses
 
 
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a training without strategies; a shorter one has the first of them."""
+    return train(tmp_path_factory.mktemp("eager"))[1]
+
+
 def regional(**options: Any) -> Regional:
     return Regional(**{"backend": "aot_eager", "blocks": ["layers"], "parts": [], **options})
 
@@ -82,12 +88,11 @@ def facts(callback: Compile) -> dict[str, Any]:
 
 
 def test_regions_take_over_one_a_step_and_the_losses_are_eagers(
-    tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch
+    eager: list[float], tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     helper(ANSWERS)
     monkeypatch.setattr("trainer.guards.slowdown.STEADY_STEPS", 2)
     monkeypatch.setattr("trainer.guards.slowdown.SHARE", math.inf)
-    _, eager = train(tmp_path)
     callback, losses = train(tmp_path, regional(), Background(force=True, at_step=5))
     assert facts(callback)["switched_at_step"] == {"layers.0": 5, "layers.1": 6, "layers.2": 7}
     torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
@@ -136,9 +141,10 @@ def test_no_garbage_is_collected_in_a_step_that_tries_a_region(
         ("print('[1]'); print('{', flush=True); input(); raise MemoryError", "MemoryError"),
     ],
 )
-def test_a_helper_that_fails_leaves_the_run_in_eager(script: str, reason: str, tmp_path: Path, helper: Any) -> None:
+def test_a_helper_that_fails_leaves_the_run_in_eager(
+    script: str, reason: str, eager: list[float], tmp_path: Path, helper: Any
+) -> None:
     started = helper(script)
-    _, eager = train(tmp_path)
     with pytest.warns(UserWarning, match="the run continues in eager") as warned:
         callback, losses = train(
             tmp_path, regional(), Background(force=True, at_step=2, timeout_seconds=3.0 if "sleep" in script else 60.0)
@@ -150,7 +156,9 @@ def test_a_helper_that_fails_leaves_the_run_in_eager(script: str, reason: str, t
     started[0].wait(timeout=60)  # nothing of it is left, also where it does not listen
 
 
-def test_a_full_disk_leaves_the_run_in_eager(tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_run_in_eager(
+    eager: list[float], tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     helper(ANSWERS)
 
     def full(*_: Any) -> Any:
@@ -160,7 +168,7 @@ def test_a_full_disk_leaves_the_run_in_eager(tmp_path: Path, helper: Any, monkey
     with pytest.warns(UserWarning, match="No space left on device"):
         callback, losses = train(tmp_path, regional(), Background(force=True, at_step=2), steps=4)
     assert callback.record.ended_in_eager
-    assert losses == train(tmp_path, steps=4)[1]
+    assert losses == eager[:4]
 
 
 def test_what_the_helper_cannot_compile_stays_eager_alone(tmp_path: Path, helper: Any) -> None:
@@ -172,31 +180,19 @@ def test_what_the_helper_cannot_compile_stays_eager_alone(tmp_path: Path, helper
     assert list(facts(callback)["switched_at_step"]) == ["layers.0", "layers.2"]
 
 
-def test_code_that_computes_something_else_is_not_used(tmp_path: Path, helper: Any) -> None:
+@pytest.mark.parametrize("wrong", ["forward", "backward"])
+def test_code_that_computes_something_else_is_not_used(
+    wrong: str, eager: list[float], tmp_path: Path, helper: Any
+) -> None:
     helper(ANSWERS)
-
-    def wrong(run: Any) -> Any:
-        return [one * 1.01 if torch.is_tensor(one) and one.is_floating_point() else one for one in run()]
-
-    with backend("wrong_in_background", wrong, as_it_is) as name, pytest.warns(UserWarning, match="else than eager"):
+    changes = {"forward": as_it_is, "backward": as_it_is} | {wrong: scaled(1.01)}
+    with backend(f"wrong_{wrong}", **changes) as name, pytest.warns(UserWarning, match="else than eager"):
         callback, losses = train(tmp_path, regional(backend=name), Background(force=True, at_step=2))
     assert facts(callback)["switched_at_step"] == {}
-    assert losses == train(tmp_path)[1]
+    assert losses == eager
 
 
-def test_wrong_gradients_are_not_used(tmp_path: Path, helper: Any) -> None:
-    helper(ANSWERS)
-
-    def wrong(run: Any) -> Any:
-        return [one * 1.01 if torch.is_tensor(one) and one.is_floating_point() else one for one in run()]
-
-    with backend("wrong_backward", as_it_is, wrong) as name, pytest.warns(UserWarning, match="else than eager"):
-        callback, losses = train(tmp_path, regional(backend=name), Background(force=True, at_step=2))
-    assert facts(callback)["switched_at_step"] == {}
-    assert losses == train(tmp_path)[1]
-
-
-def test_code_that_fails_is_not_used(tmp_path: Path, helper: Any) -> None:
+def test_code_that_fails_is_not_used(eager: list[float], tmp_path: Path, helper: Any) -> None:
     helper(ANSWERS)
 
     def fails(_: Any) -> Any:
@@ -204,7 +200,7 @@ def test_code_that_fails_is_not_used(tmp_path: Path, helper: Any) -> None:
 
     with backend("fails_in_background", as_it_is, fails) as name, pytest.warns(UserWarning, match="out of registers"):
         callback, losses = train(tmp_path, regional(backend=name), Background(force=True, at_step=2))
-    assert losses == train(tmp_path)[1]
+    assert losses == eager
     assert callback.record.ended_in_eager
 
 
@@ -279,9 +275,10 @@ def test_few_cores_compile_in_the_foreground(tmp_path: Path, monkeypatch: pytest
     ],
     ids=["checkpointing", "dynamic", "whole", "modular"],
 )
-def test_losses_are_eagers_beside_other_strategies(others: list[Any], tmp_path: Path, helper: Any) -> None:
+def test_losses_are_eagers_beside_other_strategies(
+    others: list[Any], eager: list[float], tmp_path: Path, helper: Any
+) -> None:
     helper(ANSWERS.replace("'layers.2'", "'layers.2', 'stem', 'head'"))
-    _, eager = train(tmp_path)
     ragged = [("0", 1)] if isinstance(others[-1], Dynamic) else []
     callback, losses = train(tmp_path, *others, Background(force=True, at_step=3), ragged=ragged)
     assert set(facts(callback)["switched_at_step"]) >= set(REGIONS)
@@ -289,9 +286,8 @@ def test_losses_are_eagers_beside_other_strategies(others: list[Any], tmp_path: 
     torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
 
 
-def test_the_optimizers_step_takes_over_after_the_regions(tmp_path: Path, helper: Any) -> None:
+def test_the_optimizers_step_takes_over_after_the_regions(eager: list[float], tmp_path: Path, helper: Any) -> None:
     helper(OPTIMIZER)
-    _, eager = train(tmp_path)
     callback, losses = train(
         tmp_path, regional(), Optimizer(backend="eager"), Background(force=True, at_step=3), parity="strict"
     )
@@ -305,10 +301,7 @@ def test_the_optimizers_step_takes_over_after_the_regions(tmp_path: Path, helper
 def test_a_wrong_step_of_the_optimizer_is_not_used(tmp_path: Path, helper: Any) -> None:
     helper(OPTIMIZER)
 
-    def wrong(run: Any) -> Any:
-        return [one * 1.01 if torch.is_tensor(one) and one.is_floating_point() else one for one in run()]
-
-    with backend("wrong_update", wrong, as_it_is) as name:
+    with backend("wrong_update", scaled(1.01), as_it_is) as name:
         callback, _ = train(tmp_path, regional(), Optimizer(backend=name), Background(force=True, at_step=3))
     assert "another than torch's own" in callback.record.eager_parts["optimizer"]
     assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
@@ -356,7 +349,7 @@ def test_batches_of_several_shapes_are_warned_of_where_the_helper_knows_one(
     assert callback.record.notes.count(SHAPES) == warned
 
 
-def test_what_an_earlier_run_compiled_needs_no_helper(tmp_path: Path, helper: Any) -> None:
+def test_what_an_earlier_run_compiled_needs_no_helper(eager: list[float], tmp_path: Path, helper: Any) -> None:
     @dataclass(kw_only=True, slots=True)
     class Warm(Strategy):
         name: ClassVar[str] = "cached"
@@ -366,7 +359,6 @@ def test_what_an_earlier_run_compiled_needs_no_helper(tmp_path: Path, helper: An
             program.report["cached"] = {"state": "warm"}
 
     helper("raise SystemExit('started')")
-    _, eager = train(tmp_path)
     callback, losses = train(tmp_path, Warm(), regional(), Optimizer(backend="eager"), Background(force=True))
     assert facts(callback)["helper_failed"] is None
     assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
