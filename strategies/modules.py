@@ -101,7 +101,7 @@ class Dynamic(Strategy):
     multiple: int = 8
     """Every batch is padded up to a multiple of this many positions; 1 leaves lengths as they are."""
     limit: int | None = None
-    """Most positions that the model takes; nothing is padded beyond it. null = no limit."""
+    """Most positions that the model takes; nothing is padded beyond it. null = what the module's tables take."""
 
     def __post_init__(self) -> None:
         if self.how not in HOW:
@@ -112,11 +112,15 @@ class Dynamic(Strategy):
                 raise ValueError(f"compile.dynamic.{name}={value} must be at least 1")
 
     def apply(self, program: Program) -> None:
-        from strategies.padding import Marks, Padding, require_ragged
+        from strategies.padding import Marks, Padding, require_ragged, table_sizes
 
         require_ragged(program.ragged, self.name)
         program.padding = Padding(
-            name=self.name, ragged=program.ragged, multiple=self.multiple, limit=self.limit, choose_edges=None
+            name=self.name,
+            ragged=program.ragged,
+            multiple=self.multiple,
+            limit=self.limit,
+            tables=table_sizes(program.module),
         )
         program.report[self.name] = {"how": self.how, "multiple": self.multiple}
         if self.how == "always":

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from strategies.base import Ragged
 
@@ -37,7 +38,9 @@ class Padding:
     """Lengths of the training examples to ascending edges; None: batches keep their composition and order, and are
     only padded up to ``multiple``."""
     limit: int | None = None
-    """Most positions that the model takes: nothing is padded beyond it, be it a multiple or not."""
+    """Most positions that the model takes: nothing is padded beyond it, be it a multiple or not; None: ``tables``."""
+    tables: tuple[int, ...] = ()
+    """Without a limit: sizes at which a position table may end; nothing is padded beyond one that it fits into."""
     tokens_per_batch: int | None = None
     """Positions a training batch, padding included: shorter buckets have more rows; None: the loader's own rows."""
     warm: bool = False
@@ -80,13 +83,35 @@ def require_ragged(ragged: Sequence[Ragged], name: str, instead: str = "") -> No
         )
 
 
-def edge_of(length: int, edges: Sequence[int], multiple: int, limit: int | None = None) -> int:
+def edge_of(
+    length: int, edges: Sequence[int], multiple: int, limit: int | None = None, tables: Sequence[int] = ()
+) -> int:
     """The first of ``edges`` that is at least ``length``; beyond the last one, the next multiple."""
     place = bisect_left(edges, length)
     if place < len(edges):
         return edges[place]
-    beyond = math.ceil(length / multiple) * multiple
-    return beyond if limit is None else max(length, min(beyond, limit))
+    beyond, most = math.ceil(length / multiple) * multiple, limit_of(length, limit, tables)
+    return beyond if most is None else max(length, min(beyond, most))
+
+
+def limit_of(longest: int, limit: int | None, tables: Sequence[int]) -> int | None:
+    """Most positions that a batch of ``longest`` may be padded to: ``limit``, else the least of ``tables`` for it."""
+    return limit if limit is not None else min((size for size in tables if size >= longest), default=None)
+
+
+def table_sizes(module: nn.Module) -> tuple[int, ...]:
+    """Sizes at which position tables of ``module`` may end. Which of its tensors are such tables cannot be known, so
+    all count: to stop at a width of a layer costs a multiple and nothing else. Positions may begin behind a row that
+    stands for padding (RoBERTa), or at an ``offset`` (BART, OPT)."""
+    sizes: set[int] = set()
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            begins = 0, getattr(part, "offset", 0), 0 if part.padding_idx is None else part.padding_idx + 1
+            sizes.update(part.num_embeddings - begin for begin in begins)
+        else:
+            own = itertools.chain(part.parameters(recurse=False), part.buffers(recurse=False))
+            sizes.update(size for tensor in own if not is_lazy(tensor) for size in tensor.shape)
+    return tuple(sorted(sizes))
 
 
 def length_of(batch: Any, ragged: Sequence[Ragged]) -> int:

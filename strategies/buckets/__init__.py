@@ -45,7 +45,7 @@ class Buckets(Strategy):
     edges: list[int] | None = None
     """Given edges, ascending, in positions; null = those with the fewest padded positions on the training data."""
     limit: int | None = None
-    """Most positions that the model takes; no edge is above it. null = no limit."""
+    """Most positions that the model takes; no edge is above it. null = what the module's tables take."""
     tokens_per_batch: int | None = None
     """Positions a training batch on each device, padding included: shorter buckets then have more examples a batch,
     and the loss is a mean over a varying number of them. null = the loader's own batch size."""
@@ -74,7 +74,7 @@ class Buckets(Strategy):
     def apply(self, program: Program) -> None:
         """Say how batches are grouped and padded. Raises ValueError when no tensor is declared ragged, unless the
         strategy may be left out."""
-        from strategies.padding import Padding, require_ragged
+        from strategies.padding import Padding, require_ragged, table_sizes
 
         if not program.ragged and not self.required:
             program.notes.append("buckets: left out, no tensor of the batch is declared ragged")
@@ -86,6 +86,7 @@ class Buckets(Strategy):
             multiple=self.multiple,
             choose_edges=partial(self._choose, program=program),
             limit=self.limit,
+            tables=table_sizes(program.module),
             tokens_per_batch=self.tokens_per_batch,
             warm=self.warm,
             on_recompile=self.on_recompile,
@@ -109,8 +110,10 @@ class Buckets(Strategy):
     def _choose(self, lengths: Sequence[int], *, program: Program) -> tuple[int, ...]:
         """Edges for examples of ``lengths``, at which cuDNN's attention is right; given ones stay, with a note."""
         from strategies.buckets.batches import clear_of_64, fitted
+        from strategies.padding import limit_of
 
-        multiple, limit = self.multiple, self.limit
+        assert program.padding is not None
+        multiple, limit = self.multiple, limit_of(max(lengths, default=0), self.limit, program.padding.tables)
         edges = tuple(self.edges or fitted(lengths, count=self.count, multiple=multiple, limit=limit))
         if not _cudnn_fails(program):
             return edges

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,7 +115,10 @@ class PaddingCollate:
     def __init__(self, collate: Callable[[Any], Any], padding: Padding) -> None:
         self._collate = collate
         self._ragged: tuple[Ragged, ...] = padding.ragged
-        self._edges, self._multiple, self._limit = padding.edges, padding.multiple, padding.limit
+        self._edge_of = partial(
+            edge_of, edges=padding.edges, multiple=padding.multiple, limit=padding.limit, tables=padding.tables
+        )
+        self._longest = padding.edges[-1] if padding.edges else None
         # In shared memory, so that the main process sees what worker processes counted.
         self._unexpected = torch.zeros(1, dtype=torch.int64).share_memory_()
 
@@ -128,11 +132,11 @@ class PaddingCollate:
         planned = items.edge if isinstance(items, PlannedItems) else None
         batch = self._collate(list(items) if planned is not None else items)
         length = length_of(batch, self._ragged)
-        edge = edge_of(length, self._edges, self._multiple, self._limit) if planned is None else planned
+        edge = self._edge_of(length) if planned is None else planned
         if planned is not None and length > planned and not self._ends_in_padding(batch, planned):
-            edge = edge_of(length, self._edges, self._multiple, self._limit)
+            edge = self._edge_of(length)
             self._unexpected += 1
-        elif planned is None and self._edges and length > self._edges[-1]:
+        elif planned is None and self._longest is not None and length > self._longest:
             self._unexpected += 1
         return to_edge(batch, self._ragged, edge)
 

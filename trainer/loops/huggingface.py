@@ -96,7 +96,8 @@ class HuggingFaceLoop(OneProcess):
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs, padding = self._prepare(inputs), self._padding
         if padding is not None:
-            edge = edge_of(length_of(inputs, padding.ragged), padding.edges, padding.multiple, padding.limit)
+            length = length_of(inputs, padding.ragged)
+            edge = edge_of(length, padding.edges, padding.multiple, padding.limit, padding.tables)
             inputs = to_edge(inputs, padding.ragged, edge)
             if padding.observe is not None:
                 padding.observe(inputs)
