@@ -28,6 +28,7 @@ from strategies import Program
 from strategies.base import has_another_step
 from strategies.compose import eager
 from strategies.loop import Loop
+from strategies.padding import unpadded
 from trainer.guards.compare import TENSOR_FLOOR, Comparison, Tensors, displaced, local, loss_sizes, norms, on_host
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
 from trainer.telemetry.record import AuditDifference
@@ -47,6 +48,7 @@ TOLERANCE, MAX_TOLERANCE = 1e-3, 0.5
 """Relative to the update: what is allowed in any precision, since compiled kernels round differently and the gate has
 compared every update more closely; and beyond which a comparison says nothing, as for weights of few bits that hardly
 move."""
+RETURNED = "the returned loss"
 FORMS = ("foreach", "fused", "capturable", "differentiable")
 
 State = dict[str, Any]
@@ -209,6 +211,22 @@ def compare_evaluation(
     return [], {"reason": "; ".join(reasons) or "manual optimization without a validation"}
 
 
+def loss_of_padding(loop: Loop, program: Program, batch: Any, unit: float) -> str:
+    """What ``training_step`` returns in eval mode on ``batch`` with its padding and without, where that differs by more
+    than rounding; empty where it does not, or cannot be known. A forward may leave what has to be restored."""
+    assert program.padding is not None
+    shorter = unpadded(batch, program.padding.ragged)
+    if shorter is batch or loop.manual or loop.world_size > 1:  # where processes might differ in their forwards
+        return ""
+    with eager(program):
+        seen = [_losses(loop, one, "training_step")[0].get(RETURNED) for one in (batch, batch, shorter)]
+    padded, again, without = (math.nan if one is None else float(one) for one in seen)
+    tolerance = 64 * unit * abs(padded)
+    if abs(padded - again) > tolerance or not abs(padded - without) > tolerance:  # random numbers, or nothing to tell
+        return ""
+    return f"{padded:.6g} with the padding of the first batch, {without:.6g} without"
+
+
 def _losses(loop: Loop, batch: Any, step: str) -> tuple[dict[str, Tensor], str]:
     """Losses that a forward shows, by name, or why it shows none: it may not take this batch, or not at this moment."""
     try:
@@ -217,7 +235,7 @@ def _losses(loop: Loop, batch: Any, step: str) -> tuple[dict[str, Tensor], str]:
     except Exception as error:
         return {}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     shown = {call.name: value for call, value in logged if "loss" in call.name.lower()}
-    shown["the returned loss"] = returned.get("loss") if isinstance(returned, dict) else returned
+    shown[RETURNED] = returned.get("loss") if isinstance(returned, dict) else returned
     found = {name: torch.as_tensor(one) for name, one in shown.items() if isinstance(one, float | Tensor)}
     losses = {name: one.detach() for name, one in found.items() if one.is_floating_point() and one.numel() == 1}
     return losses, "" if losses else "it shows no loss"

@@ -23,7 +23,8 @@ from strategies.errors import is_out_of_memory
 from strategies.loop import Loop, SkippedStep
 from strategies.torch_patches import as_capturing
 from trainer.guards import Guarding
-from trainer.guards.compare import ParityError
+from trainer.guards.compare import ParityError, rounding_unit
+from trainer.guards.eager import loss_of_padding
 from trainer.guards.parity import ParityGate
 from trainer.guards.rollback import Rollback
 from trainer.guards.slowdown import FIRST_PAIRS, Sample, take_sample
@@ -151,6 +152,9 @@ class Preflight:
             if parity != "off":
                 self._telemetry.phase = "comparing with eager"
                 self._within_memory("parity", lambda: self._compare(batch, snapshot))
+                restore()
+                if self._program.padding is not None:
+                    self._compare_padding(batch)
             restore()
             if self.times and self.sample is None:
                 self._telemetry.phase = "timing eager"
@@ -170,6 +174,14 @@ class Preflight:
         self._report("parity", facts)
         if facts["verdict"] == "not compared":
             self._warn_not_compared(facts["reason"])
+
+    def _compare_padding(self, batch: Any) -> None:
+        """Warn of a loss that depends on padding: with another strategy it would be another one."""
+        unit = rounding_unit(self._program.precision, self._loop.device, self._loop.module)
+        if losses := loss_of_padding(self._loop, self._program, batch, unit):
+            line = f"padding changes the loss ({losses}): attention, recurrent layers and the loss have to leave it out"
+            self._program.notes.append(line)
+            rank_zero_warn(line)
 
     def _timed(self, batch: Any, **how: Any) -> Sample:
         return take_sample(self._loop, self._program, lambda: self._loop.step(batch), **how)
