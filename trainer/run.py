@@ -73,7 +73,8 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     """
     console = Console(quiet=not is_first_process())
     began = time.time()
-    record = new_record(config, command)
+    record = described(config, command)
+    record.versions, record.import_seconds = hardware.versions(), hardware.process_age_seconds()
     if (launch := launched(os.environ)) is not None:
         run_dir = joined(launch, config, record, run_dir)
     job = _job(config, record, run_dir, console)
@@ -243,14 +244,6 @@ def _fresh_store(launch: Launch, agents: Any) -> Any:
         time.sleep(0.5)
     os.environ |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return store
-
-
-def new_record(config: Config, command: list[str]) -> RunRecord:
-    """The record as far as it is known before anything is built."""
-    record = described(config, command)
-    record.versions = hardware.versions()
-    record.import_seconds = hardware.process_age_seconds()
-    return record
 
 
 class Job:

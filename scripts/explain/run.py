@@ -33,8 +33,8 @@ from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile, CompiledNothing
 from trainer.guards.rollback import throwaway, throwaway_trainer
 from trainer.process import process_settings
-from trainer.run import new_record
 from trainer.settings import Config
+from trainer.sweep.environment import described
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import EventReporter
 
@@ -183,7 +183,7 @@ def training(
     """
     tried = throwaway(config, strategies, **options)
     with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="steps-") as folder:
-        compile_ = compile_callback(tried, new_record(tried, []))
+        compile_ = compile_callback(tried, described(tried, []))
         L.seed_everything(config.seed, verbose=False)
         data = config.task.build_data(seed=config.seed)
         module = config.task.build_module(max_steps=config.trainer.max_steps)

@@ -13,7 +13,6 @@ import pytest
 
 from tests.report.records import record
 from trainer.report.comparison import compare_runs as compare
-from trainer.report.flags import step_seconds
 from trainer.report.published import RECORDS, SAME
 from trainer.report.runs import Run, find, group
 from trainer.report.statistics import Sample, ratio
@@ -157,7 +156,7 @@ def false_calls(runs: Sequence[Run], pairs: int) -> tuple[int, int, int]:
     called = alone = count = 0
     for cell in group(runs):
         timed = sorted((run.record for run in cell.finished), key=lambda record: record.started or "")
-        sweep = [(record, seconds) for record in timed if (seconds := step_seconds(record)) is not None]
+        sweep = [(record, seconds) for record in timed if (seconds := record.step_seconds) is not None]
         samples = [Sample(seconds, place // 2) for place, (_, seconds) in enumerate(sweep)]
         for start in range(0, len(sweep) - 2 * pairs + 1, 2):
             end = start + 2 * pairs

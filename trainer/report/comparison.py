@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from trainer.report import statistics
-from trainer.report.flags import (
-    BUSY,
-    THIN,
-    flags_of,
-    setup_seconds,
-    step_seconds,
-    unlike_conditions,
-)
+from trainer.report.flags import BUSY, THIN, flags_of, unlike_conditions
 from trainer.report.runs import Cell, Run, group
 from trainer.report.statistics import FASTER, NOT_SHOWN, Cost, Crossing, Estimate, Ratio, Sample, rounded
-from trainer.telemetry.record import RunRecord
 
 AT_STEPS = (500, 2000, 20000)
 """Numbers of steps for which total times are given."""
+STARTING = ("import_seconds", "own_setup_seconds")
+"""What a run's start takes, the same for every arm."""
 SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
 
@@ -179,10 +173,10 @@ def _advice(found: WorkloadComparison) -> str:
 def _rows(cells: Sequence[Cell], baseline: Cell | None, start: str, at_steps: Sequence[int]) -> list[Row]:
     """A row for each cell, the baseline's first."""
     runs = [run for cell in cells for run in cell.finished]
-    parts = (_over(runs, lambda record: record.import_seconds), _over(runs, setup_seconds))
+    parts = [statistics.estimate([getattr(run.record, name) for run in runs]) for name in STARTING]
     start_seconds = sum(part.median for part in parts if part is not None)
     ordered = cells if baseline is None else [baseline, *(cell for cell in cells if cell is not baseline)]
-    rows = [Row(cell=cell, step_seconds=_over(cell.finished, step_seconds)) for cell in ordered]
+    rows = [Row(cell=cell, step_seconds=cell.over("step_seconds")) for cell in ordered]
     any_warm = any(cell.warm and cell.compiles for cell in cells)
     base = rows[0] if baseline is not None else None
     for row in rows:
@@ -247,25 +241,16 @@ def _samples(runs: Sequence[Run], work: float, starts: Collection[str | None]) -
     return [
         Sample(seconds * work, (run.record.seed, run.record.round, run.record.start if starts else None))
         for run in runs
-        if (seconds := step_seconds(run.record)) is not None
+        if (seconds := run.record.step_seconds) is not None
     ]
 
 
 def _work(row: Row, base: Row) -> float:
     """Samples a step of the baseline over samples a step of the row; 1 when they are alike or not known."""
-
-    def samples_per_step(record: RunRecord) -> float | None:
-        seconds = step_seconds(record)
-        return None if seconds is None or not record.samples_per_second else record.samples_per_second * seconds
-
-    ours, theirs = (_over(each.cell.finished, samples_per_step) for each in (row, base))
+    ours, theirs = (each.cell.over("samples_per_step") for each in (row, base))
     if ours is None or theirs is None or abs(ours.median / theirs.median - 1) < SAME_WORK:
         return 1.0
     return theirs.median / ours.median
-
-
-def _over(runs: Sequence[Run], figure: Callable[[RunRecord], float | None]) -> Estimate | None:
-    return statistics.estimate([figure(run.record) for run in runs])
 
 
 def _crossings(rows: Sequence[Row]) -> list[Crossing]:

@@ -29,15 +29,6 @@ THIN = "thin"
 """First words of these flags."""
 
 
-def step_seconds(record: RunRecord) -> float | None:
-    return 1 / record.steady_steps_per_second if record.steady_steps_per_second else None
-
-
-def setup_seconds(record: RunRecord) -> float | None:
-    """Building data, module and trainer; getting the compiler ready, which is an arm's own cost, left out."""
-    return None if record.setup_seconds is None else record.setup_seconds - (record.preparation_seconds or 0.0)
-
-
 def deciding(record: RunRecord) -> dict[str, str]:
     """What runs of one workload must share to be compared. What a record does not hold is left out."""
     values: dict[str, str | None] = {
@@ -149,7 +140,7 @@ def _thin(cell: Cell) -> Iterator[str]:
         new_shapes = max(new_shapes, new / (new + (count or 0) or 1))
     if new_shapes > MAX_NEW_SHAPES:
         found.append(f"{new_shapes:.0%} of its steps met a new shape and are left out")
-    seconds = [value for record in records if (value := step_seconds(record)) is not None]
+    seconds = [value for record in records if (value := record.step_seconds) is not None]
     spread = (max(seconds) - min(seconds)) / statistics.median(seconds) if len(seconds) > 1 else 0.0
     if spread > MAX_SPREAD:
         found.append(f"its runs differ by {spread:.0%}")

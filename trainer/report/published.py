@@ -23,7 +23,7 @@ from typing import Any
 
 from trainer.report import pictures
 from trainer.report.comparison import Row, WorkloadComparison, compare_runs
-from trainer.report.flags import BUSY, step_seconds
+from trainer.report.flags import BUSY
 from trainer.report.runs import Run, find
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.files import finite, written_whole
@@ -146,9 +146,9 @@ def rows_in(found: WorkloadComparison, runs: Sequence[Run] = ()) -> list[Publish
 
 def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figures:
     records = [run.record for run in row.cell.finished]
-    steps = [step_seconds(record) for record in records]
+    steps = [record.step_seconds for record in records]
     busy = [record.report.get("profile", {}).get("busy_seconds_per_step") for record in (*profiled, *records)]
-    others = {} if base is None else {_key(run.record): step_seconds(run.record) for run in base.cell.finished}
+    others = {} if base is None else {_key(run.record): run.record.step_seconds for run in base.cell.finished}
     pairs = zip(steps, (others.get(_key(record)) for record in records), strict=True)
     found: dict[str, Sequence[float | None]] = {
         RATIO: [theirs / ours for ours, theirs in pairs if ours and theirs],

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.report.comparison import Row, WorkloadComparison
-from trainer.report.flags import DECISIVE_VERSIONS, deciding, parity_of, step_seconds
+from trainer.report.flags import DECISIVE_VERSIONS, deciding, parity_of
 from trainer.report.runs import Cell, Run, fixed_settings, set_parameters
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
 from trainer.telemetry.files import finite
@@ -335,7 +335,7 @@ def scalings(runs: Sequence[Run]) -> list[tuple[str, Columns]]:
     whether each device kept its batch. Runs on other boards, versions or in another precision are apart."""
     alike: dict[tuple[str, ...], list[RunRecord]] = {}
     for record in (run.record for run in runs):
-        if record.status == "finished" and record.samples_per_second and step_seconds(record):
+        if record.status == "finished" and record.samples_per_step:
             facts = fixed_settings(record) | deciding(record)
             apart = [name for name in facts if name in DEVICES or name.endswith(("batch_size", "world size"))]
             options = [f"{name}={value}" for name, value in sorted(set_parameters(record).items())]
@@ -361,7 +361,7 @@ def _scaling(records: Sequence[RunRecord]) -> Columns:
     columns = {
         "arm": [f"{key[0]} device{'s' if key[0] > 1 else ''} {key[1]}".strip() for key in rows],
         "runs": [str(len(each)) for each in rows.values()],
-        "samples a step": over(lambda one: (one.samples_per_second or 0.0) * (step_seconds(one) or 0.0)),
+        "samples a step": over(lambda one: one.samples_per_step),
         "samples/s": over(lambda one: one.samples_per_second),
         "efficiency": over(lambda one: _efficiency(one, base)),
     }

@@ -368,6 +368,21 @@ class RunRecord(CompilerFigures, Rates, Peak):
             return 128 + (self.signal or 2)
         return EXIT_CODES.get(self.status, 1)
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean of a steady step: what ratios and total times are made of."""
+        return 1 / self.steady_steps_per_second if self.steady_steps_per_second else None
+
+    @property
+    def samples_per_step(self) -> float | None:
+        seconds = self.step_seconds
+        return None if seconds is None or not self.samples_per_second else self.samples_per_second * seconds
+
+    @property
+    def own_setup_seconds(self) -> float | None:
+        """Of the setup, without getting the compiler ready, which is an arm's own cost."""
+        return None if self.setup_seconds is None else self.setup_seconds - (self.preparation_seconds or 0.0)
+
     def take(self, *facts: Any) -> None:
         """Copy every field of dataclasses whose fields are fields of the record as well."""
         for each in facts:
