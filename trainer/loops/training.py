@@ -31,7 +31,7 @@ from strategies.regions import give_up, uncompile
 from trainer.guards import Guarding
 from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import Event, RunRecord
-from trainer.telemetry.telemetry import BatchCounter, Telemetry, fill_in
+from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 if TYPE_CHECKING:
@@ -390,7 +390,7 @@ class CompiledTraining:
             self.record.chosen_strategies = [strategy.facts() for strategy in self._chooser.finish()]
         if self._guards is not None:
             self._guards.finish()
-        fill_in(self.record, self._loop, self.telemetry, self.program, together=together)
+        self.telemetry.fill(self.record, self.program, together=together)
         if self._chooser is not None and self.program is not None:
             # What was chosen is chosen for good: another fit continues with it.
             self.strategies = self._chooser.restore()

@@ -38,10 +38,9 @@ from trainer.peers.loops import (
 from trainer.process import StopRequest
 from trainer.run import Job
 from trainer.settings import PEER, Config, Peer
-from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.hardware import device_name
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.telemetry import Telemetry, fill_in
+from trainer.telemetry.telemetry import Telemetry
 
 LIBRARIES = ("lightning", "accelerate", "transformers")
 """Packages that peers are named after, torch itself for the others; records hold their versions."""
@@ -91,13 +90,14 @@ class Peering(Job):
                 loop = ARMS[mode.peer](work)
             finally:
                 telemetry.compiler.stop()
-            fill_in(record, loop, telemetry, None, together=loop.world_size > 1)
+            telemetry.fill(record, None, together=True)
             note_machine(record, loop)
             if mode.peer.startswith("transformers"):
                 note_network(record, loop.module, own)
         record.skipped_items = getattr(data, "skipped", {})
-        if not mode.peer.endswith("_eager"):
-            _note_compiler(record, telemetry.compiler)
+        if not mode.peer.endswith("_eager") and not record.graphs:
+            reason = "".join(f": {event.reason}" for event in telemetry.compiler.events[:1])
+            raise RuntimeError(f"{record.label} compiled no graph{reason}")
 
 
 def mark(record: RunRecord, mode: Peer, config: Config) -> None:
@@ -144,15 +144,6 @@ def note_network(record: RunRecord, model: nn.Module, own: int) -> None:
     name, parameters = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
     record.report["network"] = {"class": f"transformers.{name}", "parameters": parameters, "task_parameters": own}
     record.notes.append(f"trained transformers' own {name} of {parameters:,} parameters; the task's has {own:,}")
-
-
-def _note_compiler(record: RunRecord, compiler: CompilerMonitor) -> None:
-    """Write what was compiled. Raises RuntimeError when that is nothing."""
-    record.take(compiler.figures())
-    record.events = list(compiler.events)
-    if not record.graphs:
-        reason = "".join(f": {event.reason}" for event in compiler.events[:1])
-        raise RuntimeError(f"{record.label} compiled no graph{reason}")
 
 
 def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured: bool = False) -> Loop:

@@ -293,9 +293,12 @@ class Telemetry:
             self._profiler.finish()
         self.flush(everything=True)
 
-    def fill(self, record: RunRecord, *, together: bool) -> None:
-        """Write what was measured into ``record``; ``together`` brings the figures of all processes together, for which
-        every one of them must call this: after an error on one of them that would hang."""
+    def fill(self, record: RunRecord, program: Program | None, *, together: bool) -> None:
+        """Write what was measured, and what ``program`` reports, into ``record``.
+
+        ``together`` brings the figures of all processes together, for which every one of them must call this: after an
+        error on one of them that would hang.
+        """
         rates, peak = self.meter.steady.rates(), self._peak
         if together and self._loop.world_size > 1:
             found: list[Any] = [None] * self._loop.world_size
@@ -331,27 +334,23 @@ class Telemetry:
         if (loss := self.curves.last_loss) is not None:
             record.final_loss = loss if math.isfinite(loss) else None
         record.losses = self.curves.loss_points()
+        record.final_metrics = finite({name: float(value) for name, value in self._loop.metrics.items()})
+        compiles = self.compiler.compilations > 0
+        if program is not None:
+            if (profile := self.profile()) is not None:
+                program.report["profile"] = profile
+            record.report = program.report
+            record.eager_parts = dict(program.eager_parts)
+            record.ended_in_eager = program.ended_in_eager
+            # What was tried for a choice and not taken was compiled as well.
+            compiles = bool(program.strategies) or "auto" in program.report
+        if compiles:
+            record.take(self.compiler.figures())
+            record.events = list(self.compiler.events)
+        facts = [record.report.get("background", {}), *record.report.get("auto", {}).get("table", {}).values()]
+        if any(one.get("helper_seconds") is not None for one in facts):
+            record.cache = None  # what was found there, its own helper had just compiled
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""
         return None if self._profiler is None else with_idle_share(self._profiler.facts, self.meter.median_seconds)
-
-
-def fill_in(record: RunRecord, loop: Loop, telemetry: Telemetry, program: Program | None, *, together: bool) -> None:
-    """Write what ``telemetry`` measured and ``program`` reports into ``record``; ``together`` as in
-    ``Telemetry.fill``."""
-    telemetry.fill(record, together=together)
-    if program is not None:
-        if (profile := telemetry.profile()) is not None:
-            program.report["profile"] = profile
-        record.report = program.report
-        record.eager_parts = dict(program.eager_parts)
-        record.ended_in_eager = program.ended_in_eager
-        # What was tried for a choice and not taken was compiled as well.
-        if program.strategies or "auto" in program.report:
-            record.take(telemetry.compiler.figures())
-            facts = [program.report.get("background", {}), *program.report.get("auto", {}).get("table", {}).values()]
-            if any(one.get("helper_seconds") is not None for one in facts):
-                record.cache = None  # what was found there, its own helper had just compiled
-            record.events = list(telemetry.compiler.events)
-    record.final_metrics = finite({name: float(value) for name, value in loop.metrics.items()})
