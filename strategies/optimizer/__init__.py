@@ -140,7 +140,9 @@ class Optimizer(CompileOptions):
         if formula is None or _is_special(optimizer):
             return GenericUpdate(
                 optimizer,
-                compiler=lambda function: torch.compile(function, **{**arguments, "dynamic": None}),
+                # Parameters and their states have static shapes all the same. Numbers of the groups become inputs of
+                # the graph, so that no schedule compiles again.
+                compiler=lambda function: torch.compile(function, **{**arguments, "dynamic": True}),
                 report=lambda line: self._runs_eager(program, line),
             )
         options = {

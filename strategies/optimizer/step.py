@@ -185,9 +185,8 @@ class DeviceScalar:
 class GenericUpdate(Update):
     """Compiles ``type(optimizer).step`` whole: one graph of all tensors, however many there are, and that takes long.
 
-    A step that creates state differs from later ones, so that there may be a second graph. The learning rate is a
-    tensor, so that no schedule of it recompiles; other numbers recompile when they change. One that takes no tensor for
-    its rate, cannot be compiled, or not often enough, runs eager: ``form`` says so, and ``report`` gets a line.
+    A step that creates state differs from later ones, so that there may be a second graph. One that cannot be compiled,
+    or not often enough, runs eager: ``form`` says so, and ``report`` gets a line.
     """
 
     def __init__(
@@ -195,14 +194,13 @@ class GenericUpdate(Update):
     ) -> None:
         self.optimizer, self.form = optimizer, "generic"
         self._report = report
-        self._rates: list[DeviceScalar] = []
         self._raw: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
         self._compiled: Callable[[], None] = compiler(self._step)
 
     def __call__(self) -> None:
         if self.form == "generic":
             try:
-                self._attempt()
+                self._compiled()
                 return
             except BackendCompilerFailed:
                 raise
@@ -219,23 +217,6 @@ class GenericUpdate(Update):
 
     def _step(self) -> None:
         self._raw(self.optimizer)
-
-    def _attempt(self) -> None:
-        groups = [group for group in self.optimizer.param_groups if "lr" in group]
-        before = [(group, dict(group)) for group in self.optimizer.param_groups]
-        for group in groups[len(self._rates) :]:  # all at first, later those that were added since
-            first = group["params"][0]
-            dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-            self._rates.append(DeviceScalar(group["lr"], device=first.device, dtype=dtype))
-        for group, rate in zip(groups, self._rates, strict=True):
-            rate.write(group["lr"])
-            group["lr"] = rate.tensor
-        try:
-            self._compiled()
-        finally:
-            for group, values in before:
-                # Up to torch 2.13 compiling also sets capturable: https://github.com/pytorch/pytorch/issues/182706
-                group.update({name: values[name] for name in ("lr", "capturable") if name in values})
 
 
 # ---- within a captured training step ---------------------------------------------------------------------------------

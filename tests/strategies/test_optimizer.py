@@ -384,6 +384,16 @@ def test_another_optimizer_is_compiled_as_it_is_written_or_runs_eager(
     assert type(both.optimizers[1].param_groups[0]["lr"]) is float
 
 
+def test_numbers_of_an_optimizer_without_a_formula_may_change_without_a_recompile(graphs: list[GraphModule]) -> None:
+    both = Both(lambda given: torch.optim.NAdam(given, weight_decay=0.1), lambda: stack(1))
+    for step in range(10):
+        for optimizer in both.optimizers:
+            optimizer.param_groups[0].update(betas=(0.5 + step / 30, 0.9), weight_decay=0.1 + step / 10, eps=10.0**-step)
+        both.train(1, seed=step, scheduled=True)
+    both.are_alike()
+    assert len(graphs) == 1
+
+
 def test_an_optimizer_that_would_be_recompiled_too_often_runs_eager_and_says_so() -> None:
     def recompiled_too_often() -> None:
         raise FailOnRecompileLimitHit("Hard failure due to fullgraph=True")
