@@ -71,8 +71,6 @@ class Region:
     """The submodule. A training may put another into its place, or drop it."""
     kind: str
     """Class name of the submodule; regions of one kind share their compiled code."""
-    strict: bool = False
-    """Whether reaching the limit of graphs for one piece of code is an error, see ``ModuleRequest``."""
     called: bool = False
     """Whether the region has been called since it was handed to the compiler."""
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,6 @@ from typing import Any
 from strategies.base import Strategy
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-ON_RECOMPILE_LIMIT = ("eager", "fail")
 EMBEDDING_GRADIENTS = ("eager", "inductor")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -109,14 +108,9 @@ class ModuleRequest(CompilerRequest):
     """Who computes the gradient of an embedding: ``eager`` = eager's kernel, which adds in a fixed order, so that runs
     of one program repeat; ``inductor`` = Inductor's, which adds with atomics in any order. One part that asks for
     ``inductor`` decides for the whole run."""
-    on_recompile_limit: str = "eager"
-    """When one piece of code has been compiled 64 times: ``eager`` = its kind of region runs eager from then on, with a
-    warning that names the guard that failed; ``fail`` = the run ends."""
 
     def check_values(self, key: str) -> None:
         CompilerRequest.check_values(self, key)
-        if self.on_recompile_limit not in ON_RECOMPILE_LIMIT:
-            raise ValueError(f"{key}.on_recompile_limit={self.on_recompile_limit!r} is not one of {ON_RECOMPILE_LIMIT}")
         if self.embedding_gradient not in EMBEDDING_GRADIENTS:
             raise ValueError(
                 f"{key}.embedding_gradient={self.embedding_gradient!r} is not one of {EMBEDDING_GRADIENTS}"

@@ -25,13 +25,13 @@ RECOMPILE_LIMIT = 64
 """Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
 
 
-def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, strict: bool = False) -> Region:
+def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> Region:
     """Hand ``program.module``'s submodule at ``path`` to the compiler and note it as a region.
 
     ``arguments`` are ``torch.compile``'s keyword arguments; where they leave ``dynamic`` open, a strategy of the SHAPES
     stage may have decided it. Compilation itself happens at the first call. A program that is ``outlined`` only lists
-    its regions: torch imports Inductor as soon as it is handed anything. ``strict`` as in ``Region``. A module that is
-    a region under another path already stays that one.
+    its regions: torch imports Inductor as soon as it is handed anything. A module that is a region under another path
+    already stays that one.
     """
     module = program.module.get_submodule(path)
     for other in program.regions:
@@ -39,7 +39,7 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
             return other
     if arguments.get("dynamic") is None:
         arguments = {**arguments, "dynamic": program.dynamic}
-    region = Region(path=path, module=module, kind=type(module).__name__, strict=strict, arguments=arguments)
+    region = Region(path=path, module=module, kind=type(module).__name__, arguments=arguments)
     if program.outlined:  # traced in a step that trains: what that leaves is collected in a later one
         program.settings["run_gc_after_compile"] = False
     else:
@@ -52,8 +52,6 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any], *, 
     # 2.15: https://github.com/pytorch/pytorch/pull/177158.
     if TorchVersion(torch.__version__) < "2.15":
         program.settings.setdefault("skip_tensor_guards_with_matching_dict_tags", False)
-    if strict:  # else torch runs code beyond the limit eager where graph breaks are allowed, and raises elsewhere
-        program.settings["fail_on_recompile_limit_hit"] = True
     return region
 
 
@@ -64,7 +62,7 @@ def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[st
         arguments = request.compile_arguments()
         if fixed:
             arguments["dynamic"] = False
-        compile_in_place(program, path, arguments, strict=request.on_recompile_limit == "fail")
+        compile_in_place(program, path, arguments)
     program.eager_embeddings &= request.embedding_gradient == "eager"
     if small:  # DDPOptimizer would split every region again at its bucket boundaries
         program.settings["optimize_ddp"] = False

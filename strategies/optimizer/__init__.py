@@ -33,10 +33,9 @@ INDUCTOR: dict[str, Any] = {
 class Optimizer(CompileOptions):
     """One kernel for each repeated block instead of a dozen passes over all tensors, compiled once for all blocks.
 
-    Adam, AdamW and SGD of ``torch.optim`` are computed by formulas over chunks of parameters, ``fused=True`` ones
-    included. Torch's others are compiled as they are written. Everybody else's run eager: what their steps do on the
-    host is not known. The record's report says which. ``param_groups`` and state dicts stay as they are without this
-    strategy.
+    Adam and AdamW of ``torch.optim`` are computed by formulas over chunks of parameters, ``fused=True`` ones included.
+    Torch's others are compiled as they are written. Everybody else's run eager: what their steps do on the host is not
+    known. The record's report says which. ``param_groups`` and state dicts stay as they are without this strategy.
     """
 
     name: ClassVar[str] = "optimizer"
@@ -61,15 +60,19 @@ class Optimizer(CompileOptions):
             raise ValueError(f"compile.optimizer.dynamic={self.dynamic}: shapes of parameters do not change; use false")
 
     def begin(self, program: Program) -> None:
+        from strategies.optimizer.functional import has_formula
         from strategies.optimizer.step import clip_inside, install
 
         program.report.pop(self.name, None)  # of an earlier training of this program
         if not program.optimizers:
             program.notes.append("optimizer: the module has no optimizer, nothing is compiled")
-        captured = any(strategy.captures_step for strategy in program.strategies)
         on_cuda = program.device is not None and program.device.type == "cuda"
+        captured = on_cuda and any(strategy.captures_step for strategy in program.strategies)
         for optimizer in program.optimizers:
-            if reason := reason_for_eager(optimizer, program):
+            reason = reason_for_eager(optimizer, program)
+            if reason is None and captured and not has_formula(optimizer):
+                reason = "it is captured as it is; compiled as it is written, it would run after each graph"
+            if reason is not None:
                 self._runs_eager(program, f"{type(optimizer).__name__} runs eager: {reason}")
                 self._report(program, {"form": "eager", "tensors": None, "chunks": None, "graphs": None})
                 continue
@@ -132,12 +135,11 @@ class Optimizer(CompileOptions):
         """The compiled update of ``optimizer``; ``places`` as of ``places_of`` where ``program`` does not tell."""
         import torch
 
-        from strategies.optimizer.functional import FunctionalUpdate, formula_of
+        from strategies.optimizer.functional import FunctionalUpdate, has_formula
         from strategies.optimizer.step import GenericUpdate
 
         arguments = self.compile_arguments()
-        formula = formula_of(optimizer)
-        if formula is None or _is_special(optimizer):
+        if not has_formula(optimizer) or _is_special(optimizer):
             return GenericUpdate(
                 optimizer,
                 # Parameters and their states have static shapes all the same. Numbers of the groups become inputs of
@@ -153,7 +155,6 @@ class Optimizer(CompileOptions):
         }
         return FunctionalUpdate(
             optimizer,
-            formula,
             places=places_of(program) if places is None else places,
             # A copy for each: torch takes guard_filter_fn out of the options that it is given.
             compiler=lambda function: torch.compile(function, **{**arguments, "options": {**options}}),

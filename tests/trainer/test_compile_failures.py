@@ -160,40 +160,6 @@ def test_a_graph_break_under_fullgraph_is_one_line_with_its_place(parity: str, t
     assert "\n" not in line
 
 
-class Growing(Blocks):
-    """Each step's batch is one row longer."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        rows = self.global_step + 2
-        return super().training_step([tensor[:1].repeat(rows, 1) for tensor in batch], batch_idx)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        Regional(dynamic=False, backend="aot_eager", on_recompile_limit="fail"),
-        Whole(dynamic=False, backend="aot_eager", on_recompile_limit="fail"),
-    ],
-)
-def test_a_strict_recompile_limit_that_is_reached_is_one_line_at_its_step(
-    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 2)
-    compile_ = Compile([strategy], parity="off")
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) as caught:
-        fit(Growing(), tmp_path, [compile_])
-    line = one_line(caught.value)
-    assert line.startswith("FailOnRecompileLimitHit: one piece of its code was compiled as often as")
-    if isinstance(strategy, Regional):
-        assert "size mismatch" in line
-        assert "the guard that failed last" in line
-    else:  # of graphs of two parts, torch names one that did not fit; which one depends on its version
-        assert "mismatch" in line
-    done = compile_.record.steps
-    assert done in (1, 2), "whole has two parts that share torch's own code"
-    assert any(event.kind == "fallback" and event.step == done + 1 for event in compile_.record.events)
-
-
 def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> None:
     before = torch._dynamo.config.recompile_limit
     train(tmp_path, strategy="regional", backend=backends.BROKEN_FORWARD, task="micro")

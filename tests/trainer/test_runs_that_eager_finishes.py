@@ -110,7 +110,7 @@ def test_a_counter_in_a_block_runs_eager_from_the_limit_on_and_is_named(
     monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
     eager = fit(CountingBlocks(), tmp_path, [], max_steps=10)
     module, compile_ = CountingBlocks(), Compile([Regional(backend="aot_eager", fullgraph=fullgraph)], parity=parity)
-    with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: layers\.0.*self\.steps == \d.*into a tensor"):
+    with pytest.warns(UserWarning, match=r"limit of graphs: layers\.0.*self\.steps == \d.*into a tensor"):
         assert fit(module, tmp_path, [compile_], max_steps=10) == pytest.approx(eager, rel=FLOOR)
     assert [layer.steps for layer in module.layers] == [10] * 3, "no call ran twice"
     record = compile_.record
@@ -125,7 +125,7 @@ def test_the_limit_within_a_region_whose_own_frame_is_left_out_is_that_regions(
     monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
     eager = fit(WithNet(CountingInLoop()), tmp_path, [], max_steps=10)
     module, compile_ = WithNet(CountingInLoop()), Compile([Whole(backend="aot_eager")], whole=["net"])
-    with pytest.warns(UserWarning, match="on_recompile_limit=eager: net runs eager.*steps"):
+    with pytest.warns(UserWarning, match="limit of graphs: net runs eager.*steps"):
         assert fit(module, tmp_path, [compile_], max_steps=10) == pytest.approx(eager, rel=FLOOR)
     assert compile_.record.ended_in_eager
     assert [block.steps for block in module.net.blocks] == [10] * 3
@@ -142,7 +142,7 @@ def test_where_a_size_was_the_reason_torchs_guard_says_so(tmp_path: Path, monkey
     monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 2)
     eager = fit(Growing(), tmp_path, [])
     compile_ = Compile([Regional(dynamic=False, backend="aot_eager")])
-    with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: .*size mismatch"):
+    with pytest.warns(UserWarning, match=r"limit of graphs: .*size mismatch"):
         assert fit(Growing(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
 
 
@@ -170,15 +170,10 @@ def test_the_limit_before_the_first_step_leaves_that_kind_eager_and_the_others_c
     monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
     eager = fit(NumberedBlocks(), tmp_path, [])
     compile_ = Compile([Regional(backend="aot_eager", blocks=["layers"], parts=["head"])], **options)
-    with pytest.warns(UserWarning, match=r"on_recompile_limit=eager: layers\.0, .* and 3 more runs eager.*number"):
+    with pytest.warns(UserWarning, match=r"limit of graphs: layers\.0, .* and 3 more run eager.*number"):
         assert fit(NumberedBlocks(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
     record = compile_.record
     assert (record.ended_in_eager, len(record.eager_parts), record.regions_compiled) == (False, 6, 1)
-
-
-def test_a_word_that_is_no_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"compile\.whole\.on_recompile_limit='warn' is not one of"):
-        Whole(on_recompile_limit="warn")
 
 
 class LazyBlock(nn.Module):

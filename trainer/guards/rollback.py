@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 BECAUSE = "on_compile_error=eager"
 LATER = "after the first step"
 """Why what does not compile runs eager under ``on_compile_error=fail``."""
+LIMIT = "limit of graphs"
 
 
 class CompileFailed(RuntimeError):
@@ -79,7 +80,7 @@ class Rollback:
             if self._loop.anywhere(error is not None and needs_kept_buffers(error) and keep_buffers()):
                 restore()
                 continue
-            fails = self._mode == "fail" and not self.trained and not self._limit_is_eager(error)
+            fails = self._mode == "fail" and not self.trained and not (error is not None and is_recompile_limit(error))
             hopeless = not self.anything_left or (error is not None and is_out_of_memory(error))
             if self._loop.anywhere(hopeless or (fails and error is not None)):
                 if error is not None and is_double_backward(error) and self._loop.world_size == 1:
@@ -87,7 +88,7 @@ class Rollback:
                     if broken := self._kinds_that_fail(run, restore):
                         named = _listed([region.path for region in broken])
                         raise CompileFailed(f"{named}: {one_line(error)}") from error
-                self._explain(error)
+                _explain(error)
                 raise _together(error or CompileFailed(f"{what} failed on another process"))
             restore()
             with eager(self._program):
@@ -124,26 +125,16 @@ class Rollback:
         return micro_batch.run(micro_batch.batch)
 
     def check(self) -> None:
-        """Between two batches: give up what torch has begun to run eager by itself, see ``on_recompile_limit``."""
+        """Between two batches: give up what torch has begun to run eager by itself, at the limit of graphs."""
         self._watch.collect()
         for kind in list(self._watch.beyond_limit):
             self._beyond_limit(kind, step=self._loop.steps_done)
 
     def _beyond_limit(self, kind: type[nn.Module], *, step: int | None) -> None:
         guard = self._watch.beyond_limit.pop(kind, "")
-        regions = [one for one in self._program.regions if type(one.module) is kind and not one.strict]
+        regions = [one for one in self._program.regions if type(one.module) is kind]
         if regions:
-            self.give_up(regions, _beyond_limit(guard), step=step, because="on_recompile_limit=eager")
-
-    def _limit_is_eager(self, error: BaseException | None) -> bool:
-        return error is not None and is_recompile_limit(error) and not any(one.strict for one in self._program.regions)
-
-    def _explain(self, error: BaseException | None) -> None:
-        """Say in torch's error what helps, and which guard failed where it has only that there is a limit."""
-        if error is not None and is_recompile_limit(error):
-            error.args = (f"{self._last_limit()}; on_recompile_limit=eager runs on without compiling it",)
-        elif error is not None and is_compile_error(error):
-            error.add_note(REMEDY)
+            self.give_up(regions, _beyond_limit(guard), step=step, because=LIMIT)
 
     def _last_limit(self) -> str:
         self._watch.collect()
@@ -166,7 +157,7 @@ class Rollback:
                 return
         broken = self._kinds_that_fail(run, restore) or list(program.regions)
         if error is not None and is_recompile_limit(error):
-            self.give_up(broken, self._last_limit(), because="on_recompile_limit=eager")
+            self.give_up(broken, self._last_limit(), because=LIMIT)
         else:
             self.give_up(broken, reason)
 
@@ -199,13 +190,10 @@ class Rollback:
         step = self._loop.steps_done
         if is_recompile_limit(error):
             self._watch.collect()
-            if not region.strict:
-                self._beyond_limit(type(region.module), step=step + 1)
-                return
-        fails = self._mode == "fail" and (is_recompile_limit(error) or not self.trained)
-        if fails or is_recompile_limit(error):
-            self._explain(error)
-        if fails:
+            self._beyond_limit(type(region.module), step=step + 1)
+            return
+        if self._mode == "fail" and not self.trained:
+            _explain(error)
             raise error
         self.give_up([one for one in self._program.regions if one.kind == region.kind], one_line(error), step=step + 1)
 
@@ -228,6 +216,12 @@ class Rollback:
         }
         first = Event(kind="fallback", reason=line, step=step, phase=self._watch.phase)
         self._watch.events[:] = [first, *reversed(seen.values())]
+
+
+def _explain(error: BaseException | None) -> None:
+    """Say in torch's error what helps."""
+    if error is not None and is_compile_error(error):
+        error.add_note(REMEDY)
 
 
 def _together(error: Exception) -> Exception:
