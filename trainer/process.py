@@ -236,24 +236,19 @@ def leaving() -> Iterator[None]:
 
 
 def _flush_files() -> None:
-    """Write out what open files hold back: text into its bytes, compressed bytes into their file, that to the disk."""
+    """Close what is open for writing: text into its bytes, compressed bytes into their file, that to the disk."""
     gc.unfreeze()
     objects = gc.get_objects()
     # By their bases in C: to ask an abstract class about thousands of others takes half a second.
     bases = {io.BytesIO.__base__.__base__, zipfile.ZipFile}  # type: ignore[union-attr]
     kinds = {kind for kind in set(map(type, objects)) if not bases.isdisjoint(kind.__mro__)}
     files = [one for one in objects if type(one) in kinds and not isinstance(one, io.BytesIO | io.RawIOBase)]
-    plain = io.TextIOBase | io.BufferedWriter | io.BufferedRandom
-    for turn in (io.TextIOBase, None, io.BufferedWriter | io.BufferedRandom):
-        for one in files:
-            with contextlib.suppress(Exception):  # it is closed
-                # A thread that waits in a reader keeps its lock, for ever.
-                if not (isinstance(one, zipfile.ZipFile) or one.writable()):
-                    continue
-                if turn is not None and isinstance(one, turn):
-                    one.flush()
-                elif turn is None and not isinstance(one, plain):
-                    one.close()  # which writes the end of a compressed file
+    to_disk = io.BufferedWriter | io.BufferedRandom
+    for one in sorted(files, key=lambda one: 0 if isinstance(one, io.TextIOBase) else 1 + isinstance(one, to_disk)):
+        with contextlib.suppress(Exception):  # it is closed
+            # A thread that waits in a reader keeps its lock, for ever.
+            if isinstance(one, zipfile.ZipFile) or one.writable():
+                one.close()
 
 
 LIGHTNING_LOGGERS = {

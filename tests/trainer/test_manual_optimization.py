@@ -175,7 +175,7 @@ def test_what_does_not_compile_goes_on_eager(backend: str, tmp_path: Path) -> No
     eager, module = Adversaries(), Adversaries()
     trained(eager, tmp_path, None)
     compile_ = Compile([Regional(backend=backend)], on_compile_error="eager")
-    with pytest.warns(UserWarning, match=r"on_compile_error=eager: generator\.layers\.0, .*runs eager"):
+    with pytest.warns(UserWarning, match=r"on_compile_error=eager: generator\.layers\.0, .*run eager"):
         trained(module, tmp_path, compile_, profiler="simple")
     assert module.seen == eager.seen
     assert compile_.record.regions == 0 or compile_.record.regions_compiled == 0

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strategies.loop import Around, Inspect, LogCall, RunMicroBatch, SkippedStep, Span, run_within
+from strategies.loop import Inspect, LogCall, RunMicroBatch, SkippedStep, Span
 from strategies.torch_patches import as_capturing
 from trainer.loops.private import LightningMicroBatch, ManualSteps, muted, replace, replaced, untried
 from trainer.loops.processes import Processes, evaluating
@@ -258,9 +258,6 @@ class LightningLoop(Processes):
 
         # An attribute of this one plug-in object: Lightning has no hook that could leave the gradients as they are.
         return replace(plugin, "clip_grad_by_norm", ours)
-
-    def around_micro_batches(self, around: Around) -> Callable[[], None]:
-        return self.take_over(run_within(around))
 
     @contextlib.contextmanager
     def recording_logs(self) -> Iterator[list[tuple[LogCall, Any]]]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from strategies.loop import Around, Inspect, RunMicroBatch, SkippedStep, run_within
+from strategies.loop import Inspect, RunMicroBatch, SkippedStep
 from trainer.loops.private import replace
 from trainer.loops.processes import OneProcess, evaluating
 
@@ -188,9 +188,6 @@ class PlainLoop(OneProcess):
         before = self._run
         return replace(self, "_run", lambda micro: run(PlainMicroBatch(self, micro.batch, micro.index, before)))
 
-    def around_micro_batches(self, around: Around) -> Callable[[], None]:
-        return self.take_over(run_within(around))
-
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
         return lambda: None  # it writes no checkpoint
 
@@ -216,7 +213,7 @@ class PlainMicroBatch:
     def forward_backward(self, batch: Any) -> dict[str, Any]:
         if self.begins:
             self._loop.optimizers[0].zero_grad()
-        arguments = {"batch": batch, "batch_idx": self.index}
+        arguments = {**self.arguments, "batch": batch}
         for before, _ in self._loop._observers:
             before(arguments)
         loss = self._loop.forward_loss(arguments)

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.loop import Inspect, LogCall, Loop, Restorable, Span
+from strategies.loop import Around, Inspect, LogCall, Loop, Restorable, Span, run_within
 from trainer.loops.private import on_sigterm, replace
 
 Value = TypeVar("Value")
@@ -161,19 +161,24 @@ DDP_WARMUP_STEPS = 11
 class Agreeing:
     """What all loops do alike; see ``Loop`` for what the members mean."""
 
+    world_size: int
+
     def anywhere(self, flag: bool) -> bool:
-        return bool(largest(flag, cast(Loop, self).world_size))
+        return bool(largest(flag, self.world_size))
 
     def everywhere(self, flag: bool) -> bool:
         return not self.anywhere(not flag)
 
     def least(self, value: int) -> int:
-        return -largest(-value, cast(Loop, self).world_size)
+        return -largest(-value, self.world_size)
 
     def snapshot(self, batch: Any) -> Restorable:
         from trainer.guards.snapshot import Snapshot
 
         return Snapshot(cast(Loop, self), batch, of_forward=True)
+
+    def around_micro_batches(self, around: Around) -> Callable[[], None]:
+        return cast(Loop, self).take_over(run_within(around))
 
 
 class Processes(Agreeing):
