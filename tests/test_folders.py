@@ -61,8 +61,10 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("left", [finished, killed, failed, unreadable, checkpoint_alone], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("resume", [None, "elsewhere"])
+@pytest.mark.parametrize(
+    ("left", "resume"),
+    [(finished, "elsewhere"), *((left, None) for left in (finished, killed, failed, unreadable, checkpoint_alone))],
+)
 def test_a_folder_with_another_runs_work_is_refused_and_stays_as_it_is(
     command_line: Any,
     called: list[Any],

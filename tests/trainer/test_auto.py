@@ -61,6 +61,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return seconds
 
 
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a training without strategies; a shorter one has the first of them."""
+    return fit(Blocks(), tmp_path_factory.mktemp("eager"), [], max_steps=40, max_epochs=-1)
+
+
 def auto(**options: Any) -> Compile:
     return Compile([Auto(**{"planned_steps": LONG, "remember": False, "background": False, **options})])
 
@@ -124,7 +130,7 @@ def test_the_faster_candidate_takes_over_and_what_loses_steps_back(tmp_path: Pat
     assert record.graphs <= sum(fixed), "what was compiled once is not compiled again when it comes back"
 
 
-def test_eager_that_wins_is_left_as_it_was(tmp_path: Path, clock: Callable[..., None]) -> None:
+def test_eager_that_wins_is_left_as_it_was(eager: list[float], tmp_path: Path, clock: Callable[..., None]) -> None:
     clock(eager=0.5, regional=1.0, whole=1.0)
     module, compile_ = Blocks(), auto()
     losses = fit(module, tmp_path, [compile_], **TRIED)
@@ -134,7 +140,7 @@ def test_eager_that_wins_is_left_as_it_was(tmp_path: Path, clock: Callable[..., 
     assert record.report["auto"]["gained_seconds"] < 0
     assert compile_.program is not None
     assert compile_.program.regions == []
-    assert losses == pytest.approx(fit(Blocks(), tmp_path, [], **TRIED), rel=1e-4)
+    assert losses == pytest.approx(eager[:24], rel=1e-4)
     assert (record.chosen_strategies, record.regions) == ([], 0)
 
 
@@ -167,29 +173,30 @@ def capturing(monkeypatch: pytest.MonkeyPatch, clock: Callable[..., None]) -> Ca
 
 
 def test_steps_are_captured_on_trial_and_regions_join_what_was_captured(
-    tmp_path: Path, capturing: Callable[..., None]
+    eager: list[float], tmp_path: Path, capturing: Callable[..., None]
 ) -> None:
     seconds = {"eager": 1.0, "cuda_graph": 0.8, "regional+cuda_graph": 0.5, "whole+cuda_graph": 0.6}
     capturing(**seconds)
     compile_ = auto(candidates=["regional", "cuda_graph"])
-    options = {"max_steps": 40}
-    losses = fit(Blocks(), tmp_path, [compile_], **options)
+    losses = fit(Blocks(), tmp_path, [compile_], max_steps=40)
     record = compile_.record
     assert tried(compile_) == ["eager", "cuda_graph", "regional+cuda_graph"]
     assert record.report["auto"]["chosen"] == "regional+cuda_graph"
     assert [strategy["name"] for strategy in record.chosen_strategies] == ["regional", "cuda_graph"]
     assert record.report["cuda_graph"]["replayed_steps"] > 10
-    assert losses == pytest.approx(fit(Blocks(), tmp_path, [], **options), rel=1e-4)
+    assert losses == pytest.approx(eager, rel=1e-4)
 
 
-def test_a_capture_that_gains_nothing_gives_the_steps_back(tmp_path: Path, capturing: Callable[..., None]) -> None:
+def test_a_capture_that_gains_nothing_gives_the_steps_back(
+    eager: list[float], tmp_path: Path, capturing: Callable[..., None]
+) -> None:
     capturing(eager=1.0, cuda_graph=0.99)
     compile_ = auto(candidates=["cuda_graph"])
     losses = fit(Blocks(), tmp_path, [compile_], **TRIED)
     assert (tried(compile_), compile_.record.report["auto"]["chosen"]) == (["eager", "cuda_graph"], "eager")
     assert compile_.program is not None
     assert compile_.program.step is None
-    assert losses == pytest.approx(fit(Blocks(), tmp_path, [], **TRIED), rel=1e-4)
+    assert losses == pytest.approx(eager[:24], rel=1e-4)
 
 
 def test_steps_that_cannot_be_captured_are_out_with_the_reason(tmp_path: Path, capturing: Callable[..., None]) -> None:
@@ -209,7 +216,7 @@ def test_steps_that_cannot_be_captured_are_out_with_the_reason(tmp_path: Path, c
 
 
 def test_a_candidate_that_does_not_compile_is_out_and_the_run_goes_on(
-    tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    eager: list[float], tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("planted")
@@ -224,7 +231,7 @@ def test_a_candidate_that_does_not_compile_is_out_and_the_run_goes_on(
     assert "planted" in table["regional"]["failed"]
     assert "planted" in table["whole"]["failed"]
     assert (record.chosen_strategies, record.eager_parts) == ([], {})
-    assert losses == fit(Blocks(), tmp_path, [], **TRIED)
+    assert losses == eager[:24]
 
 
 def _registered(backend: Callable[..., Any]) -> str:
@@ -236,7 +243,7 @@ def _registered(backend: Callable[..., Any]) -> str:
 
 
 def test_a_candidate_that_needs_too_much_memory_is_out(
-    tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    eager: list[float], tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_large(*_: Any) -> Any:
         raise torch.OutOfMemoryError("planted")
@@ -246,11 +253,11 @@ def test_a_candidate_that_needs_too_much_memory_is_out(
     compile_ = auto(candidates=["regional"])
     losses = fit(Blocks(), tmp_path, [compile_], **TRIED)
     assert "planted" in compile_.record.report["auto"]["table"]["regional"]["failed"]
-    assert losses == fit(Blocks(), tmp_path, [], **TRIED)
+    assert losses == eager[:24]
 
 
 def test_a_second_run_begins_with_what_was_best(
-    tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    eager: list[float], tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     clock(eager=0.0001, regional=0.00005, whole=0.00008)  # six of them are less than any set-up
@@ -264,7 +271,7 @@ def test_a_second_run_begins_with_what_was_best(
     assert table["regional"]["steps_timed"] == 2
     assert second.record.report["auto"]["chosen"] == "regional"
     assert second.record.regions_compiled == second.record.regions == 3
-    assert losses == pytest.approx(fit(Blocks(), tmp_path, [], **TRIED), rel=1e-4)
+    assert losses == pytest.approx(eager[:24], rel=1e-4)
     short = auto(remember=True, planned_steps=6)
     fit(Blocks(), tmp_path, [short])
     assert short.record.report["auto"]["chosen"] == "eager", "six steps do not pay for the same compile"
@@ -525,7 +532,7 @@ def test_a_candidate_takes_over_once_a_helper_has_compiled_it(
 
 
 def test_eager_is_captured_while_the_helper_compiles(
-    tmp_path: Path, capturing: Callable[..., None], helper: Callable[[str], None]
+    eager: list[float], tmp_path: Path, capturing: Callable[..., None], helper: Callable[[str], None]
 ) -> None:
     helper(ANSWERS)
     capturing(**{"eager": 1.0, "cuda_graph": 0.8, "regional+cuda_graph": 0.5})
@@ -535,7 +542,7 @@ def test_eager_is_captured_while_the_helper_compiles(
     assert tried(compile_) == ["eager", "cuda_graph", "regional+cuda_graph"], compile_.record.notes
     assert table["cuda_graph"]["switched_at_step"] == 3, "at once"
     assert compile_.record.report["auto"]["chosen"] == "regional+cuda_graph"
-    assert losses == pytest.approx(fit(Blocks(), tmp_path, [], max_steps=40), rel=1e-4)
+    assert losses == pytest.approx(eager, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -548,7 +555,12 @@ def test_eager_is_captured_while_the_helper_compiles(
     ids=["killed", "out of memory", "after the first region"],
 )
 def test_a_helper_that_fails_leaves_auto_in_eager(
-    script: str, reason: str, tmp_path: Path, clock: Callable[..., None], helper: Callable[[str], None]
+    script: str,
+    reason: str,
+    eager: list[float],
+    tmp_path: Path,
+    clock: Callable[..., None],
+    helper: Callable[[str], None],
 ) -> None:
     helper(script)
     clock(eager=1.0)
@@ -558,18 +570,18 @@ def test_a_helper_that_fails_leaves_auto_in_eager(
     assert (choice["chosen"], tried(compile_), compile_.record.status) == ("eager", ["eager"], "finished")
     assert reason in choice["table"]["regional"]["failed"]
     assert sum("continues without regional" in note for note in compile_.record.notes) == 1
-    assert losses == fit(Blocks(), tmp_path, [], max_steps=20)
+    assert losses == eager[:20]
 
 
 def test_a_run_that_ends_while_a_helper_compiles_says_so_and_leaves_none(
-    tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    eager: list[float], tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_helper(monkeypatch, "import sys; sys.stdin.read()")
     clock(eager=1.0)
     module, compile_ = Blocks(), beside(candidates=["regional"])
     losses = fit(module, tmp_path, [compile_], max_steps=12)
     assert any("ended while a helper compiled regional" in note for note in compile_.record.notes)
-    assert losses == fit(Blocks(), tmp_path, [], max_steps=12)
+    assert losses == eager[:12]
     assert compile_.program is not None
     assert compile_.program.regions == []
 

@@ -90,8 +90,7 @@ def test_a_killed_run_says_running_and_goes_on_from_its_last_checkpoint(tmp_path
     assert (record.status, record.steps) == ("finished", 7)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (1, signal.SIGHUP)])
 def test_before_the_first_step_is_trained_one_signal_stops_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals
 ) -> None:
