@@ -7,7 +7,6 @@ that differs. What does not compile at all is for ``crucible explain``.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import re
@@ -24,7 +23,6 @@ from scripts.bisect.search import MAX_SHAPES, OPTIMIZER, Outcome, Report, Search
 from strategies import Modular, Stage, Strategy
 from strategies.base import holds
 from strategies.compose import label
-from strategies.options import ModuleRequest
 from trainer.process import StopRequest, importing, leaving
 
 EXAMPLES = """\
@@ -37,6 +35,8 @@ Exit codes: 0 nothing wrong, 1 found what is at fault, 2 wrong arguments or a st
 takes several submodules together, 128 + signal interrupted.
 """
 NOTHING_WRONG, FOUND, ONLY_TOGETHER = 0, 1, 3
+DEFAULTS = {"backend": "inductor", "fullgraph": True, "dynamic": None, "options": {}}
+"""Arguments of a part of ``modular`` that nobody sets."""
 DIFFERS = "computes something else than eager"
 
 
@@ -68,17 +68,17 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
                 return outcome
 
             stop.install()
-            return Search(bench.everything, trial).run(), bench.requests
+            return Search(bench.everything, trial).run(), bench.arguments
 
         with quiet_compiler():  # what fails is in a trial's line
-            report, requests = with_config(config, strategies, use)
+            report, arguments = with_config(config, strategies, use)
         stop.check()
     for line in lines(report, f"{config.task.title}, {label(given)}"):
         console.print(line)
     for note in [*notes, *([ONE_DEVICE.format("tried")] if several_devices(config) else [])]:
         console.print(f"[dim]note: {escape(note)}[/]")
     if report.rest_outcome is not None:
-        suggested = modular_overrides(overrides, given, requests, report.rest)
+        suggested = modular_overrides(overrides, given, arguments, report.rest)
         folder = [] if options.config_dir is None else ["--config-dir", options.config_dir]
         what, module = ("continue with", "trainer") if report.rest_is_clean else ("search on with", "scripts.bisect")
         console.print(f"[bold]{what}[/]: {escape(shlex.join(['python', '-m', module, *folder, *suggested]))}")
@@ -129,15 +129,15 @@ def _seen(outcome: Outcome) -> str:
 
 
 def modular_overrides(
-    overrides: Sequence[str], strategies: Iterable[Strategy], requests: Mapping[str, Any], rest: Sequence[str]
+    overrides: Sequence[str], strategies: Iterable[Strategy], arguments: Mapping[str, Any], rest: Sequence[str]
 ) -> list[str]:
     """The trainer's overrides with ``modular`` for ``rest`` in the place of the strategy that compiled it before; each
-    part has the options of its region, by whose path they are in ``requests``."""
+    part has the ``torch.compile`` arguments of its region, by whose path they are in ``arguments``."""
     parts = {}
     for path in rest:
         if path != OPTIMIZER:
-            request = next(given for region, given in requests.items() if holds(region, path))
-            parts[path] = {"how": "whole", **_changed_options(request)}
+            its = next(given for region, given in arguments.items() if holds(region, path))
+            parts[path] = {"how": "whole", **{name: each for name, each in its.items() if each != DEFAULTS[name]}}
     gone = {each.name for each in strategies if each.stage is Stage.MODULE}
     gone |= {each.name for each in strategies if each.stage is Stage.OPTIMIZER and OPTIMIZER not in rest}
     names = ([Modular.name] if parts else []) + [each.name for each in strategies if each.name not in gone]
@@ -150,13 +150,6 @@ def modular_overrides(
 def written(parts: Mapping[str, Any]) -> str:
     """Parts as Hydra's command line reads them: JSON whose keys have no quotes."""
     return re.sub(r'"([^"]+)":', r"\1:", json.dumps(parts, separators=(",", ":")))
-
-
-def _changed_options(request: Any) -> dict[str, Any]:
-    """The options of ``torch.compile`` that are not at their default."""
-    neutral = ModuleRequest()
-    names = [option.name for option in dataclasses.fields(ModuleRequest)]
-    return {name: getattr(request, name) for name in names if getattr(request, name) != getattr(neutral, name)}
 
 
 if __name__ == "__main__":

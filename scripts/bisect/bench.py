@@ -4,6 +4,7 @@ eager, each try from the same state. Nothing is trained."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +17,10 @@ from torch.utils import _pytree as pytree
 
 from scripts.bisect.search import MAX_SHAPES, OPTIMIZER, Node, Outcome
 from scripts.explain.run import training
-from strategies import Modular, Program, Stage, Strategy
+from strategies import Program, Strategy
 from strategies.base import holds
 from strategies.compose import aside
 from strategies.errors import one_line
-from strategies.options import ModuleRequest
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.callback import Compile
 from trainer.guards.compare import ParityError
@@ -40,12 +40,11 @@ class Bench:
 
     Args:
         program: With the strategies applied; what they compiled is undone and can be tried from here on.
-        strategies: Those that are applied.
         batches: On their device, one of each shape, by what they look like.
         passes: Quiet for as long as the bench is used.
 
     Attributes:
-        requests: By the paths of the regions, the strategy, or the part of one, whose options they are compiled with.
+        arguments: By the paths of the regions, those of ``torch.compile``.
 
     Raises ValueError for a step that cannot be repeated.
     """
@@ -53,7 +52,6 @@ class Bench:
     def __init__(
         self,
         program: Program,
-        strategies: Sequence[Strategy],
         batches: dict[str, Any],
         passes: LightningLoop,
     ) -> None:
@@ -61,11 +59,10 @@ class Bench:
         if reason is not None:
             raise ValueError(f"no step can be tried and undone: {reason}")
         self._program, self._batches, self._passes = program, batches, passes
-        self.requests = _requests(program, strategies)
-        paths = [region.path for region in program.regions]
+        self.arguments = {region.path: region.arguments for region in program.regions}
         uncompile(program)
         self._snapshot = Snapshot(passes, list(batches.values()), program)
-        self.everything = [_node(program.module.get_submodule(path), path) for path in paths]
+        self.everything = [_node(program.module.get_submodule(path), path) for path in self.arguments]
         if program.compiled_beside_regions:
             self.everything.append(Node(path=OPTIMIZER))
 
@@ -95,28 +92,12 @@ class Bench:
     def _compile(self, paths: Sequence[str]) -> None:
         """In place, with the options of the region that each path lies in."""
         for path in paths:
-            region = next(region for region in self.requests if holds(region, path))
-            arguments: dict[str, Any] = self.requests[region].compile_arguments()
+            region = next(region for region in self.arguments if holds(region, path))
+            arguments = copy.deepcopy(self.arguments[region])  # torch pops keys from options
             # Compiled apart, what were parts of one graph would have one code for their several sizes.
             if len(paths) > 1 and fixed_sizes(self._program, paths, arguments["dynamic"]):
                 arguments["dynamic"] = False
             compile_in_place(self._program, path, arguments)
-
-
-def _requests(program: Program, strategies: Sequence[Strategy]) -> dict[str, Any]:
-    """What each region is compiled with. Raises ValueError for a strategy without torch.compile's options."""
-    requests: dict[str, Any] = {}
-    for strategy in strategies:
-        if strategy.stage is not Stage.MODULE:
-            continue
-        if isinstance(strategy, Modular):
-            for name, paths in program.report[strategy.name].items():
-                requests |= dict.fromkeys(paths, strategy.parts[name])
-        elif isinstance(strategy, ModuleRequest):
-            requests |= {region.path: strategy for region in program.regions}
-        else:
-            raise ValueError(f"compile.{strategy.name}: only strategies with torch.compile's options can be searched")
-    return requests
 
 
 def _node(module: nn.Module, path: str) -> Node:
@@ -183,7 +164,7 @@ class BenchCallback(L.Callback):
         first, *others = self._chosen
         on_device = {first: batch, **{kind: passes.to_device(self._chosen[kind]) for kind in others}}
         with passes.quiet():
-            raise _Done(self._use(Bench(program, self._compile.strategies, on_device, passes)))
+            raise _Done(self._use(Bench(program, on_device, passes)))
 
     def _choose(self, loader: Any) -> Any:
         """The first batch of each shape."""

@@ -39,11 +39,13 @@ from trainer.telemetry import hardware
 from trainer.telemetry.compiler import EventReporter
 
 ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"
-NO_INDUCTOR = "what Inductor makes of the graphs: on a CPU aot_eager stands in for it"
+NO_INDUCTOR = "what Inductor makes of the graphs: there is no GPU"
 VALIDATION_BATCHES = 2
 
 
-def explain(config: Config, *, batches: int = BATCHES, before_steps: Callable[[], object] = int) -> Explanation:
+def explain(
+    config: Config, *, batches: int = BATCHES, before_steps: Callable[[], object] = lambda: None
+) -> Explanation:
     """Explain ``config.task`` under ``config.compile``, trained on ``batches``, one a step.
 
     ``before_steps`` is called once Lightning has set its signal handlers: for whoever has handlers of their own.
@@ -110,7 +112,7 @@ def changed(options: Any) -> Any:
 class Quiet(L.Callback):
     """Comes after ``Compile``: what a run logs line by line is reported at the end."""
 
-    def __init__(self, compile_: Compile, before_steps: Callable[[], object] = int) -> None:
+    def __init__(self, compile_: Compile, before_steps: Callable[[], object] = lambda: None) -> None:
         self._compile, self._before_steps = compile_, before_steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

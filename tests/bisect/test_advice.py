@@ -8,27 +8,31 @@ from strategies import Modular, Whole
 from strategies.optimizer import Optimizer
 from trainer.config import compose
 
+ARGUMENTS = {"backend": "inductor", "fullgraph": False, "dynamic": None, "options": {}}
+
 
 def test_the_rest_is_compiled_with_the_same_options(edge: None) -> None:
     given = ["task=captioning", "compile=[whole,optimizer]", "compile.whole.mode=max-autotune", "seed=3"]
     overrides = modular_overrides(
         given,
         [Whole(mode="max-autotune"), Optimizer()],
-        {"net": Whole(mode="max-autotune", fullgraph=False)},
+        {"net": {**ARGUMENTS, "options": {"max_autotune": True}}},
         ["net.head", OPTIMIZER],
     )
     assert overrides == [
         "task=captioning",
         "seed=3",
         "compile=[modular,optimizer]",
-        '+compile.modular.parts={net.head:{how:"whole",mode:"max-autotune",fullgraph:false}}',
+        '+compile.modular.parts={net.head:{how:"whole",fullgraph:false,options:{max_autotune:true}}}',
     ]
     config = compose(overrides)
-    assert config.compile["modular"] == Modular(parts={"net.head": {"mode": "max-autotune", "fullgraph": False}})
+    assert config.compile["modular"] == Modular(
+        parts={"net.head": {"options": {"max_autotune": True}, "fullgraph": False}}
+    )
 
 
 def test_an_optimizer_at_fault_is_left_out() -> None:
-    overrides = modular_overrides(["compile=[whole,optimizer]"], [Whole(), Optimizer()], {"net": Whole()}, ["net"])
+    overrides = modular_overrides(["compile=[whole,optimizer]"], [Whole(), Optimizer()], {"net": ARGUMENTS}, ["net"])
     assert overrides == ["compile=modular", '+compile.modular.parts={net:{how:"whole",fullgraph:false}}']
 
 
@@ -38,6 +42,6 @@ def test_nothing_left_is_eager() -> None:
 
 def test_every_kind_of_option_is_written_as_hydra_reads_it(edge: None) -> None:
     options = {"triton.cudagraphs": False, "max_fusion_size": 8, "autotune_local_cache": True}
-    region = Whole(mode="default", dynamic=None, options=options)
-    overrides = modular_overrides(["task=micro"], [Whole()], {"net": region}, ["net"])
+    region = Whole(dynamic=None, options=options)
+    overrides = modular_overrides(["task=micro"], [Whole()], {"net": region.compile_arguments()}, ["net"])
     assert compose(overrides).compile["modular"] == Modular(parts={"net": {"options": options, "fullgraph": False}})
