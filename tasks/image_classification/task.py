@@ -5,8 +5,8 @@ Labelled images are drawn shapes, or a folder of images.
 
 from __future__ import annotations
 
-import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -91,28 +91,26 @@ class ImageFolder(LabelledData):
         return self.root
 
     def class_count(self) -> int:
-        return len(_listed(f"{self.root}/train").classes)
+        from torchvision.datasets.folder import find_classes
+
+        return len(self._listed(find_classes, "train")[0])
 
     def sets(self, *, seed: int, image_size: int) -> tuple[Dataset[Labelled], Dataset[Labelled]]:
+        from torchvision.datasets import ImageFolder as Folder
+
         from tasks.images import read_image
 
-        train, val = (copy.copy(_listed(f"{self.root}/{split}")) for split in ("train", "val"))
-        for each in (train, val):
-            each.loader = functools.partial(read_image, image_size=image_size)
+        folder = functools.partial(Folder, loader=functools.partial(read_image, image_size=image_size))
+        train, val = (self._listed(folder, split) for split in ("train", "val"))
         if val.classes != train.classes:
             raise ValueError(f"{self.root}: training and validation images are of different classes")
         return train, val
 
-
-@functools.lru_cache(maxsize=4)
-def _listed(folder: str) -> Any:
-    """torchvision's data set; once: the network asks for classes before training asks for images."""
-    from torchvision import datasets
-
-    try:
-        return datasets.ImageFolder(folder)
-    except OSError as error:
-        raise ValueError(f"task.data.root: {str(error).strip().partition(chr(10))[0]}") from None
+    def _listed(self, read: Callable[[str], Any], split: str) -> Any:
+        try:
+            return read(f"{self.root}/{split}")
+        except OSError as error:
+            raise ValueError(f"task.data.root: {str(error).strip().partition(chr(10))[0]}") from None
 
 
 @dataclass(kw_only=True, slots=True)
