@@ -17,6 +17,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from strategies.options import environment
 from trainer.telemetry import hardware
 from trainer.telemetry.files import cut
 from trainer.telemetry.meter import Step
@@ -53,8 +54,9 @@ class StepProfiler:
         self.recording = self._over = False
         self.facts: dict[str, Any] = {}
         """For the record, once the recording has ended."""
-        self._before = {name: os.environ.get(name) for name in SETTINGS}
-        os.environ.update({name: value for name, value in SETTINGS.items() if self._before[name] is None})
+        self._settings = contextlib.ExitStack()
+        theirs = {name: value for name, value in SETTINGS.items() if name not in os.environ}
+        self._settings.enter_context(environment(theirs))
         if device.type == "cuda":
             with self._safely():
                 # The tracer sees kernels in CUDA graphs only when it was there before they were captured.
@@ -129,9 +131,7 @@ class StepProfiler:
 
     def _end(self, facts: dict[str, Any]) -> None:
         self.facts, self._over = facts, True
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
+        self._settings.close()
 
     def _profiler(self) -> profile:
         activities = [ProfilerActivity.CPU]
