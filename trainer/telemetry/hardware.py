@@ -233,7 +233,8 @@ def measured_gigabytes_per_second(device: torch.device) -> float | None:
     if (size := COPIED_BYTES.get(device.type)) is None:
         return None
     with contextlib.suppress(torch.OutOfMemoryError), _only_meanwhile(device) as generator:
-        return _copy_rate(size, device, generator)
+        source = torch.empty(size, dtype=torch.uint8, device=device).random_(generator=generator)
+        return 2 * size / _best_seconds(device, partial(torch.empty_like(source).copy_, source)) / 1e9
     return None
 
 
@@ -254,11 +255,6 @@ def _rate(size: int, device: torch.device, kind: str, generator: torch.Generator
     dtype = DTYPES.get(kind, torch.float32)
     left, right = (torch.empty(size, size, device=device, dtype=dtype).normal_(generator=generator) for _ in "ab")
     return 2 * size**3 / _best_seconds(device, partial(torch.mm, left, right, out=torch.empty_like(left))) / 1e12
-
-
-def _copy_rate(size: int, device: torch.device, generator: torch.Generator) -> float:
-    source = torch.empty(size, dtype=torch.uint8, device=device).random_(generator=generator)
-    return 2 * size / _best_seconds(device, partial(torch.empty_like(source).copy_, source)) / 1e9
 
 
 def _best_seconds(device: torch.device, work: Callable[[], Any]) -> float:

@@ -18,7 +18,6 @@ from trainer.telemetry.machine import MachineFacts
 FILE_NAME = "record.json"
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
-EXIT_CODES = {"finished": 0, "failed": 1}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -366,7 +365,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
         """What the process should exit with: 0 finished, 1 failed, 128 + signal when a signal ended it."""
         if self.status == "interrupted":
             return 128 + (self.signal or 2)
-        return EXIT_CODES.get(self.status, 1)
+        return 0 if self.status == "finished" else 1
 
     @property
     def step_seconds(self) -> float | None:
