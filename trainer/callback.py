@@ -118,7 +118,10 @@ class Compile(CompiledTraining, L.Callback):
             self._epoch_ends = epoch_ends(trainer)
         self._keep_record(trainer)
         wake(self.program)
-        self.begin(LightningLoop(trainer), logs_of(trainer))
+        loop = LightningLoop(trainer)
+        if self.strategies:
+            self._settings.callback(loop.take_over(self.run_micro_batch))
+        self.begin(loop, logs_of(trainer))
         self._keep_record(trainer)  # in a script it has a place only now
 
     def on_train_batch_start(

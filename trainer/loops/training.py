@@ -217,8 +217,6 @@ class CompiledTraining:
             self._takeover = make(self._taking_over, loop, self.program, self.telemetry, self._settings, parity)
             self._takeover.start()
         self._log_notes(self.program)
-        if self.strategies:
-            self._settings.callback(loop.take_over(self._run))
         self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
         if self._takeover is None:
@@ -357,7 +355,8 @@ class CompiledTraining:
         if stepped and self._chooser is not None and not self._chooser.decided:
             self._chooser.after_step()
 
-    def _run(self, micro_batch: MicroBatch) -> dict[str, Any]:
+    def run_micro_batch(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """A micro-batch, within all that captures or audits it; for a loop that lets itself be taken over."""
         guards = self._guards
         return micro_batch.run(micro_batch.batch) if guards is None else guards.rollback.run(micro_batch)
 
