@@ -246,9 +246,10 @@ class Strategy:
         return {"name": self.name, **asdict(self)}
 
     @property
-    def takes_over_later(self) -> bool:
-        """Whether it does so on this machine."""
-        return self.takeover is not None
+    def helper(self) -> Strategy | None:
+        """``Background``, which says what a helper process may use that compiles for it beside the training; None where
+        none does so on this machine."""
+        return None
 
     def check(self) -> None:
         """Look at this machine and this torch before any work starts. Raises ValueError with the way out."""

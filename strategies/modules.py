@@ -229,6 +229,13 @@ class Auto(Strategy):
         """Not by itself: what it tries is compared with eager when it takes over."""
         return False
 
+    @property
+    def helper(self) -> Background | None:
+        """None on a machine of few cores, too."""
+        options = Background(force=bool(self.background))
+        modules = [name for name in self.candidates if name != "cuda_graph"]
+        return options.helper if modules and self.background is not False else None
+
     def __post_init__(self) -> None:
         """Raise one ValueError with a line for each value that cannot be."""
         complaints = [
@@ -304,9 +311,9 @@ class Background(Strategy):
         )
 
     @property
-    def takes_over_later(self) -> bool:
-        """Not on a machine of few cores."""
-        return self.left_out is None
+    def helper(self) -> Background | None:
+        """None on a machine of few cores."""
+        return self if self.left_out is None else None
 
     def apply(self, program: Program) -> None:
         """Raise ValueError where there is nothing that can be compiled in the background."""

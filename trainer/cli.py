@@ -7,6 +7,7 @@ and errors are immediate. Exit codes: 0 finished, 1 failed, 2 refused before any
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -238,7 +239,13 @@ def train(cfg: DictConfig) -> int:
         start_early(config.trainer, run_dir)
     if is_first_process() and to_import and current() is None:  # a cell's last line is its reason
         print("importing torch and Lightning", file=sys.stderr, flush=True)
-    with importing():  # only now: torch takes seconds to import, and reads where its caches are
-        from trainer.run import run
+    with contextlib.ExitStack() as stack:
+        sharded = config.trainer.strategy.startswith("fsdp")
+        if any(one.helper for one in config.compile.values()) and not sharded and not isinstance(config.run, Peer):
+            from trainer.background import early
 
-    return run(config, run_dir=run_dir, command=command).exit_code
+            stack.enter_context(early(config.compile.values()))  # it takes as long to import
+        with importing():  # only now: torch takes seconds to import, and reads where its caches are
+            from trainer.run import run
+
+        return run(config, run_dir=run_dir, command=command).exit_code

@@ -26,7 +26,7 @@ from tests.trainer.test_background import put_helper
 from trainer import auto as ahead
 from trainer.auto import candidates, chooser
 from trainer.auto.remembered import program_facts
-from trainer.background import Background
+from trainer.background.calls import Background
 from trainer.background.wire import Request
 from trainer.callback import Compile
 from trainer.guards.preflight import Preflight
@@ -510,7 +510,7 @@ def test_a_candidate_takes_over_once_a_helper_has_compiled_it(
     """Losses are those of the same strategies switched at the same steps by hand."""
     helper(ANSWERS)
     asked: list[Any] = []
-    monkeypatch.setattr("trainer.background.Request", functools.partial(ask, asked))
+    monkeypatch.setattr("trainer.background.calls.Request", functools.partial(ask, asked))
     clock(eager=1.0, regional=0.9, whole=0.95)
     module, compile_ = Blocks(), beside()
     losses = fit(module, tmp_path, [compile_], max_steps=40)

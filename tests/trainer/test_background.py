@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from strategies import Background, Buckets, Checkpointing, Dynamic, Modular, Optimizer, Regional, Whole
+from strategies import Auto, Background, Buckets, Checkpointing, Dynamic, Modular, Optimizer, Regional, Whole
 from strategies.base import Program, Stage, Strategy
 from strategies.regions import compile_in_place, recompute, recomputes
 from tests.processes import Pair
@@ -27,6 +28,7 @@ from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
 from tests.trainer.ragged_modules import RAGGED, TextData
 from tests.trainer.ragged_modules import fit as fit_texts
 from trainer import background as engine
+from trainer.background.calls import main_script
 from trainer.background.takeover import SHAPES
 from trainer.background.trial import Trial
 from trainer.background.wire import Call, call_of, dumps, set_torch_state, torch_state
@@ -163,6 +165,60 @@ def test_a_helper_that_fails_leaves_the_run_in_eager(
     started[0].wait(timeout=60)  # nothing of it is left, also where it does not listen
 
 
+@pytest.mark.parametrize(
+    ("strategies", "ends"),
+    [
+        ([Background(force=True)], ValueError),  # refused: nothing to compile
+        ([Auto(background=True, planned_steps=1, remember=False)], None),  # nothing pays
+        ([Auto(background=True, remember=False)], ZeroDivisionError),
+        ([Auto(background=True, remember=False)], KeyboardInterrupt),
+        ([regional(), Background(force=True)], ZeroDivisionError),
+    ],
+    ids=["refused", "not needed", "error before it is asked", "Ctrl-C", "error"],
+)
+def test_a_helper_that_started_early_ends_however_the_run_does(
+    strategies: list[Any], ends: type[BaseException] | None, tmp_path: Path, helper: Any
+) -> None:
+    class Fails(Blocks):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if ends is not None:
+                raise ends
+            return super().training_step(batch, batch_idx)
+
+    started = helper("input()")  # the line that asks, or the empty one
+    with contextlib.nullcontext() if ends is None else pytest.raises((ends, SystemExit)):
+        fit(Fails(), tmp_path, [Compile(strategies, verbose=False, save=False)], max_steps=40, max_epochs=-1)
+    assert len(started) == 1
+    assert started[0].wait(200) is not None
+
+
+def test_a_helper_is_taken_where_it_lives_and_read_what_holds_now(helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, options = helper("input()"), Background(force=True)
+    with engine.early([regional(), options]):
+        engine.start_early(options)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+        engine.take(options).end()
+        assert len(started) == 1
+        started[0].wait(200)
+
+        def dies() -> None:
+            started[-1].kill()
+            started[-1].wait(200)
+
+        for change in (functools.partial(monkeypatch.setenv, "TORCHINDUCTOR_MAX_AUTOTUNE", "1"), dies):
+            engine.start_early(options)
+            change()
+            engine.take(options).end()
+            assert [one.wait(200) is not None for one in started[-2:]] == [True, True], "the first was of no use"
+        assert len(started) == 5
+        engine.start_early(options)
+    assert started[-1].wait(200) is not None, "nobody has taken it"
+    count = len(started)
+    for none in ([regional()], [Auto(background=False)], [Auto(background=True, candidates=["cuda_graph"])]):
+        with engine.early(none):
+            assert len(started) == count
+
+
 def test_a_full_disk_leaves_the_run_in_eager(
     eager: list[float], tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +227,7 @@ def test_a_full_disk_leaves_the_run_in_eager(
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(engine.Helper, "send", full)
     with pytest.warns(UserWarning, match="No space left on device"):
         callback, losses = train(tmp_path, regional(), Background(force=True, at_step=2), steps=4)
     assert callback.record.ended_in_eager
@@ -399,9 +455,9 @@ def test_a_script_without_a_guard_is_never_run_again(tmp_path: Path, monkeypatch
     script.write_text("print('trains')\n")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     with pytest.raises(ValueError, match="has no `if __name__"):
-        engine.main_script()
+        main_script()
     script.write_text("if __name__ == '__main__':\n    print('trains')\n")
-    assert engine.main_script() == str(script)
+    assert main_script() == str(script)
 
 
 def test_a_second_training_is_taken_over_too(tmp_path: Path, helper: Any) -> None:
@@ -434,16 +490,18 @@ def test_the_training_finds_what_the_helper_compiled_which_ends_with_it(
 ) -> None:
     """With Inductor and a helper of its own: every graph of the training comes from the cache."""
     started = helper(None)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    engine.start_early(Background(force=True))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # once the helper has begun
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     callback, _ = train(tmp_path, regional(backend="inductor"), Background(force=True, at_step=2), steps=12)
     assert facts(callback)["helper_failed"] is None
     assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
     assert callback.record.cache_misses == 0
     assert callback.record.cache_hits
     assert callback.record.cache is None, "it began with empty caches: no warm start"
-    assert started[0].wait(60) is not None
+    assert len(started) == 1, "that which had begun"
+    assert started[0].wait(200) is not None
 
 
 @pytest.mark.parametrize("precision", ["none", "ieee", "tf32"])

@@ -17,7 +17,8 @@ from strategies.modules import Background as Options
 from strategies.prepare import Preparation, collected_later, is_prepared
 from strategies.regions import outermost, switch_off, switch_on
 from trainer.auto import Knowledge
-from trainer.background import Background
+from trainer.background import release
+from trainer.background.calls import Background
 from trainer.background.trial import Trial
 
 if TYPE_CHECKING:
@@ -74,10 +75,10 @@ class Candidate:
 
 
 class Candidates:
-    """Those of one run, by the names of their strategies; one helper is at work at a time.
+    """Those of one run, by the names of their strategies; one helper at a time compiles what trains.
 
     Args:
-        background: As ``Auto.background``.
+        options: What a helper may use; None for no helper.
         settings: As ``Candidate.prepare`` takes them.
         parity: As ``Guarding.parity``.
         known: Whose ``helped`` says what helpers compile, and whether they have.
@@ -85,18 +86,19 @@ class Candidates:
 
     def __init__(
         self,
-        background: bool | None,
+        options: Options | None,
         loop: Loop,
         program: Program,
         settings: contextlib.ExitStack,
         parity: str,
         known: Knowledge,
     ) -> None:
-        self._background, self._loop, self._program, self.known = background, loop, program, known
+        self._options, self._loop, self._program, self.known = options, loop, program, known
         self._settings, self._parity = settings, parity
         self.trying = False
         """Whether regions that the helper has compiled are tried, one a step, in steps of eager."""
         self._untried: list[Region] = []
+        self._through = False
         self._trial: Trial | None = None
         self._uncollected = contextlib.ExitStack()
         self.named: dict[str, Candidate] = {}
@@ -108,11 +110,13 @@ class Candidates:
     def record_calls(self, others: Sequence[Strategy], strategies: Mapping[str, type[Strategy]]) -> None:
         """Where a helper can compile beside the ``others`` of the run, keep what each candidate, one of ``strategies``,
         is called with in this step, which is not captured."""
-        options, arms = Options(force=bool(self._background)), list(self.known.arms.values())
-        able = self._background is not False and options.left_out is None
-        able = able and (self._program.padding is None or self._program.padding.dynamic is not False)
-        if not self._loop.everywhere(able and all(other.name in TOGETHER for other in others)):
+        self._recording = True
+        options, arms = self._options, list(self.known.arms.values())
+        able = self._program.padding is None or self._program.padding.dynamic is not False
+        able = able and all(other.name in TOGETHER for other in others)
+        if not self._loop.everywhere(able and options is not None):
             return
+        assert options is not None
         for name in ("regional", "whole"):
             wanted = any(arm.module == name and not arm.failed for arm in arms)
             if not wanted or any(arm.module == name and arm.cached for arm in arms):
@@ -122,7 +126,6 @@ class Candidates:
                 candidate.helper = Background(options, candidate.outline(self._program))
                 candidate.helper.record()
                 self.named[name], self.known.helped[name] = candidate, False
-        self._recording = True
 
     def compile_beside(self, name: str) -> None:
         """Start a helper; every process has its own, at the same step."""
@@ -159,6 +162,8 @@ class Candidates:
             candidate.trial_seconds += trial.seconds
             if not trial.passed:
                 helper.refused[trial.region.path] = trial.failed or "it was not called in the step of its trial"
+        self._through = not self._untried
+        self.trying = not self._through or self._agreement is not None  # where each waits for the others
 
     def after_step(self, *, may_try: bool) -> bool:
         """A step is over; returns whether the helper at work is through and what it has compiled was tried, or it has
@@ -167,13 +172,13 @@ class Candidates:
             self._stop_recording()
         if self.compiling is None:
             return False
-        helper = self._helper(self.compiling)
+        candidate, helper = self.named[self.compiling], self._helper(self.compiling)
         imported = helper.imported()  # begins with the first region, while the helper compiles the others
         failed = helper.done and not helper.complete
-        through = not failed and helper.done and imported
-        if through and (may_try or self.trying):
+        if helper.complete and imported and not self._through and (may_try or self.trying):
             self._judge(self.compiling)
-        waits = not failed and not (self.trying and self._trial is None and not self._untried)
+        # Forwards in eval mode come last: only where whole steps have to be compared are they waited for.
+        waits = not failed and not (self._through and (helper.done or not candidate.vague))
         if self._agreement is not None:
             waits, failed, sent = map(bool, self._agreement.exchange(waits, failed, True))
             waits = waits or not sent  # the first answer says nothing
@@ -182,7 +187,7 @@ class Candidates:
         if self._agreement is not None:
             self._agreement.settle()
             self._agreement = None
-        self.trying, candidate = False, self.named[self.compiling]
+        self.trying = self._through = False
         self._uncollected.close()
         candidate.vague = self._loop.anywhere(candidate.vague)
         reason = helper.failed or next(iter(helper.refused.values()), "that of another process failed")
@@ -195,6 +200,8 @@ class Candidates:
             if self._loop.anywhere(region.path in helper.refused):
                 helper.refused.setdefault(region.path, "it stays eager on another process")
         self.known.helped[self.compiling], self.compiling = not failed, None
+        if not (self._loop.validates or candidate.vague):
+            helper.close()
         return True
 
     def _stop_recording(self) -> None:
@@ -208,6 +215,8 @@ class Candidates:
                 reason = next(iter(helper.refused.values()), "another process cannot describe it to its helper")
                 line = f"auto: {name} compiled in the foreground: {reason}"
                 self.named[name].outline(self._program).notes.append(line)
+        if not self.known.helped:
+            release()
 
     def _helper(self, name: str) -> Background:
         helper = self.named[name].helper

@@ -22,6 +22,7 @@ from strategies.regions import uncompile
 from trainer.auto import EAGER, MARGIN, NEVER_WAITED, Ahead, Arm, Choice, Knowledge
 from trainer.auto.candidates import Candidate, Candidates
 from trainer.auto.remembered import keep, memory_of, program_facts, recall
+from trainer.background import release
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import shapes_of
 from trainer.guards.rollback import raised_together
@@ -79,7 +80,7 @@ class Chooser:
         self._base = Arm()
         self._known = Knowledge(arms={(EAGER, False): self._base})
         self._best = self._on = self._base
-        self._candidates = Candidates(auto.background, loop, program, settings, parity, self._known)
+        self._candidates = Candidates(auto.helper, loop, program, settings, parity, self._known)
         settings.callback(self._candidates.close)
         self._ahead = Ahead(loop)
         settings.callback(self._ahead.close)
@@ -240,10 +241,11 @@ class Chooser:
             return
         ahead = self._ahead.end()
         rests = self._on is self._best and self._best.steps_timed > 0 and self._next is None  # it trains on meanwhile
+        trying = self._candidates.trying
         answered = self._candidates.after_step(may_try=rests)
         tried = answered and self._on is self._base
-        if rests or tried or self._candidates.trying:
-            if answered:
+        if rests or tried or trying or self._candidates.trying:
+            if answered or (trying and not self._candidates.trying):
                 self._look_for_next()
             return
         self._steps.append((self._telemetry.last_step, self._shape, ahead))
@@ -319,6 +321,7 @@ class Chooser:
 
     def _decide(self) -> None:
         self.decided = True
+        release()
         self.choice.decided_at_step = self._loop.steps_done
         self._program.notes.append(self._line())
 

@@ -1,358 +1,160 @@
 """Background: a helper process that compiles the regions of a program while the training continues without them.
 
-The training side: records what each region is called with, starts the helper, asks without waiting what is ready.
+This file is the process as the training sees it. The helper takes seconds to import the compiler, and so starts as soon
+as the strategies are known, on the command line before the training imports torch: nothing of torch is imported here.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
 import json
 import os
-import pickle
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import nn
-
-from strategies.base import Program, Region
-from strategies.errors import one_line
+from strategies.base import Strategy
+from strategies.modules import TOGETHER, usable_cores
 from strategies.modules import Background as Options
-from strategies.modules import usable_cores
-from strategies.prepare import INDUCTOR, import_beside
-from strategies.regions import outermost, switch_off
-from trainer.background.wire import Call, Request, call_of
 
 MAX_WORKERS = 8
 """Compile workers of a helper; half of the cores where these are fewer."""
-Key = tuple[str, int]
-"""A region's path, and the number of the shapes it is called with."""
+READ_ONCE = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_", "CUDA_VISIBLE_DEVICES")
+"""Beginnings of variables that a compiler reads as it is imported, but for ``CACHES``."""
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
-class Background:
-    """The helper of some regions, from ``start`` to ``close``; whatever happens to it is in ``failed``.
+def environment() -> dict[str, str]:
+    """That of a helper: this process's, with a number of compile workers and the folders that modules come from."""
+    folders = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    workers = str(max(1, min(MAX_WORKERS, usable_cores() // 2)))
+    return {"TORCHINDUCTOR_COMPILE_THREADS": workers, **os.environ, "PYTHONPATH": folders}
+
+
+class Helper:
+    """One helper process. It ends at ``end``, and by itself once this process is gone. Raises OSError where none can be
+    started.
 
     Args:
-        options: What it may use.
-        program: Whose ``regions`` are named, and compiled only once they have taken over.
+        max_host_gib: Host memory above which it ends itself.
     """
 
-    def __init__(self, options: Options, program: Program) -> None:
-        self._options, self._program = options, program
-        padding = program.padding
-        self._outer = outermost(program)
-        self.by_shape = padding is not None and padding.dynamic is False
-        """Whether each shape of batch has graphs of its own, so that regions take over shape by shape."""
-        self.warm = program.report.get("cached", {}).get("state") == "warm"
-        """Whether an earlier run left what it compiled, so that all is ready and no helper is needed."""
-        self.gates: dict[str, Gate] = {}
-        """Where ``by_shape``: the calls of the regions by their paths."""
-        self._calls: dict[Key, Call] = {}
-        self._before: dict[str, Callable[..., Any] | None] = {}
-        self._missing: set[str] = set()
-        self._ready: set[Key] = set()
-        self.failed: str | None = None
-        """Why nothing more will become ready, if so."""
-        self.refused: dict[str, str] = {}
-        """Regions that the helper cannot compile, with the reason."""
-        self.done = False
-        """Whether the helper has answered for every region, or has failed."""
-        self.modules: list[str] = [INDUCTOR]
-        """What the helper had to import to compile."""
-        self.seconds: float | None = None
-        """From the start of the helper until it was done."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder: Path | None = None
-        self._importing: threading.Thread | None = None
+    def __init__(self, max_host_gib: float) -> None:
+        self.max_host_gib = max_host_gib
+        self._owner, self._environment = os.getpid(), environment()
+        # Files without names: none is left, however the two processes end.
+        self._errors, self._requests = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         self._unread = b""
-        self._sent: set[Key] = set()
-        self._began = 0.0
+        arguments = [max_host_gib, self._requests.fileno(), self._owner]
+        self._process = subprocess.Popen(
+            # -P: a file of the user's that is named as one of our packages hides nothing
+            [sys.executable, "-P", "-m", "trainer.background.helper", *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=self._environment,
+            pass_fds=[self._requests.fileno()],
+            start_new_session=True,  # the keyboard's interrupt is for the training, which ends its helper
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdout.fileno(), False)
 
-    def start(self) -> None:
-        """Start the helper, which first imports what it needs, and record what the regions are called with next."""
-        self._began = time.perf_counter()
-        if self.warm:
-            self.done = True
-            if self.by_shape:
-                self.record()
-            return
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix="crucible-helper-"))
-            self._process = self._spawn(self._folder)
-        except OSError as error:
-            self._fail(f"no helper could be started: {error}")
-            return
-        if not self._before:
-            self.record()
-
-    def record(self) -> None:
-        """Keep what the regions are called with next, in a step that no graph stands for; ``start`` may come later."""
-        for region in self._outer:
-            module = region.module
-            self._before[region.path] = module._compiled_call_impl
-            if self.by_shape:
-                self.gates[region.path] = gate = Gate(module, functools.partial(self._keep, region))
-                switch_off(self._program, region, gate)
-            else:
-                self._missing.add(region.path)
-                switch_off(self._program, region, self._recorder(region))
-
-    def stop_recording(self) -> None:
-        """One step has been taken: what was not called in it is left out."""
-        for region in self._outer:
-            if region.path in self._missing:
-                switch_off(self._program, region, self._before[region.path])
-                if not self.done:
-                    self.refused[region.path] = "it was not called in the first step"
-        self._missing.clear()
-
-    @property
-    def recorded(self) -> bool:
-        """Whether there is something that a helper could compile."""
-        return bool(self._calls)
-
-    @property
-    def complete(self) -> bool:
-        """Whether something is ready, and nothing that the helper could have compiled is missing."""
-        return bool(self._ready) and not self._open
-
-    @property
-    def _open(self) -> list[Key]:
-        """What the helper has not answered."""
-        return [key for key in self._calls if key not in self._ready and key[0] not in self.refused]
-
-    def imported(self, *, wait: bool = False) -> bool:
-        """Whether Inductor is imported, by a thread beside the training that begins once something is ready."""
-        if not self.ready():
+    def serves(self, max_host_gib: float) -> bool:
+        """Whether it can compile for this process now: it lives, and read the settings that hold here."""
+        if self._owner != os.getpid() or self._process.poll() is not None or self.max_host_gib != max_host_gib:
             return False
-        if self._importing is None:
-            self._importing = import_beside(self.modules)
-        if wait:
-            self._importing.join()
-        return not self._importing.is_alive()
+        now, then = environment(), self._environment
+        changed = {name for name in now.keys() | then.keys() if now.get(name) != then.get(name)}
+        return not any(name.startswith(READ_ONCE) for name in changed.difference(CACHES))
 
-    def _spawn(self, folder: Path) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MAX_WORKERS, usable_cores() // 2))))
-        with (folder / "errors.txt").open("wb") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.background.helper", str(self._options.max_host_gib)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                start_new_session=True,  # the keyboard's interrupt is for the training, which ends its helper
-            )
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        return process
+    def send(self, request: bytes) -> None:
+        """Ask for what a pickled ``wire.Request`` says; never waits. Raises OSError."""
+        offset = self._requests.seek(0, os.SEEK_END)
+        self._requests.write(request)
+        self._requests.flush()
+        self._stdin.write(f"{offset} {len(request)}\n".encode())  # far less than a pipe holds
+        self._stdin.flush()
 
-    def _recorder(self, region: Region) -> Callable[..., Any]:
-        module, before = region.module, self._before[region.path]
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if region.path in self._missing and module.training:
-                self._missing.discard(region.path)
-                module._compiled_call_impl = before
-                self._keep(region, 0, args, kwargs)
-            return (before or module._call_impl)(*args, **kwargs)
-
-        padding = self._program.padding  # what marks inputs does it here as it will when they are compiled
-        return call if padding is None or padding.around_region is None else padding.around_region(call)
-
-    def keep(self, call: Call) -> None:
-        """Let the helper compile ``call`` as well."""
-        self._calls[call.path, call.number] = call
-
-    def _keep(self, region: Region, number: int, args: Any, kwargs: Any) -> None:
-        """Keep a call under way, the first one with inputs of these shapes."""
-        module = region.module
-        own, module._compiled_call_impl = module._compiled_call_impl, None
-        try:
-            call = call_of(region.path, module, region.arguments, args, kwargs, number)
-            self._calls[region.path, number] = call
-        except Exception as error:  # anything that a user's object raises when it is pickled
-            self.refused[region.path] = f"it cannot be described to the helper: {one_line(error)}"
-        finally:
-            module._compiled_call_impl = own
-
-    # ---- between two steps -----------------------------------------------------------------------------------------
-
-    def ready(self) -> set[Key]:
-        """What lies in torch's cache by now: regions by their paths, and shapes by their numbers. Between two steps;
-        never waits."""
-        if self.warm:
-            numbers = {one.path: len(self.gates[one.path].numbers) if self.by_shape else 1 for one in self._outer}
-            return {(path, number) for path, count in numbers.items() for number in range(count)} | self._calls.keys()
-        if not self.done:
-            self._read()
-            unsent = [call for key, call in self._calls.items() if key not in self._sent]
-            if not self.done and (unsent or (self.refused and not self._sent)):
-                self._send(unsent)
-        return set(self._ready)
-
-    def wait(self) -> None:
-        """Return once something is known of every region."""
-        while self.ready() is not None and self._open and not self.done:
-            time.sleep(0.02)
-
-    def _send(self, calls: list[Call]) -> None:
-        self.stop_recording()
-        self._sent |= {(call.path, call.number) for call in calls}
-        order = [one.path for one in self._outer]
-        calls.sort(key=lambda call: (call.number, order.index(call.path) if call.path in order else len(order)))
-        try:
-            main = main_script() if any(call.needs_main for call in calls) else None
-            assert self._program.device is not None
-            loop, chosen = self._program.loop, any(one.chooser for one in self._program.strategies)
-            request = Request(
-                calls=calls,
-                settings=self._program.settings,
-                eager_embeddings=self._program.eager_embeddings,
-                device=self._program.device,
-                main=main,
-                max_device_gib=self._options.max_device_gib,
-                together=loop is not None and loop.world_size > 1,
-                validates=chosen or (loop is not None and loop.validates),  # what is tried is compared in eval mode too
-                last=not self.by_shape,
-            )
-            assert self._folder is not None
-            file = self._folder / f"request-{len(self._sent)}.pickle"
-            file.write_bytes(pickle.dumps(request))
-            assert self._process is not None
-            assert self._process.stdin is not None
-            self._process.stdin.write(f"{file}\n".encode())  # far less than a pipe holds
-            self._process.stdin.flush()
-        except Exception as error:
-            self._fail(f"the helper could not be asked: {one_line(error)}")
-
-    def _read(self) -> None:
-        if self._process is None or self._process.stdout is None:
-            return
+    def messages(self) -> tuple[list[Any], str | None]:
+        """What it has reported since the last time, and why nothing more will come, if so; never waits."""
         ended = self._process.poll() is not None  # asked first: what it wrote before is then all there
         with contextlib.suppress(OSError):
-            while chunk := self._process.stdout.read(1 << 16):
+            while chunk := self._stdout.read(1 << 16):
                 self._unread += chunk
         *lines, self._unread = self._unread.split(b"\n")
+        found = []
         for line in lines:
             with contextlib.suppress(ValueError):  # what else some library prints
-                self._receive(json.loads(line))
-        if self.done:
-            return
-        if ended:
-            code = self._process.returncode  # who is killed has no last word
-            self._fail(f"the helper ended with code {code}{self._last_words() if code >= 0 else ''}")
-        elif time.perf_counter() - self._began > self._options.timeout_seconds:
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # it may be past reading that its pipe has ended
-            self._fail(f"the helper took longer than {self._options.timeout_seconds:.0f} s")
-
-    def _receive(self, message: Any) -> None:
-        if not isinstance(message, dict):
-            return
-        if "ready" in message:
-            self._ready.add((message["ready"], message.get("number", 0)))
-        elif "refused" in message:
-            self.refused[message["refused"]] = message["reason"]
-        elif "modules" in message:
-            self.modules += message["modules"]
-        elif "done" in message:
-            self.seconds = time.perf_counter() - self._began
-            if not self.by_shape:  # else other shapes may come
-                self.done = True
-                self._end()
+                found.append(json.loads(line))
+        code = self._process.returncode  # who is killed has no last word
+        reason = f"the helper ended with code {code}{self._last_words() if code >= 0 else ''}" if ended else None
+        return found, reason
 
     def _last_words(self) -> str:
-        assert self._folder is not None
-        with contextlib.suppress(OSError, IndexError):
-            return f": {(self._folder / 'errors.txt').read_text(errors='replace').strip().splitlines()[-1][:200]}"
-        return ""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1][:200]}" if lines else ""
 
-    def _fail(self, reason: str) -> None:
-        self.failed, self.done = reason, True
-        self.close()
-
-    # ---- the end ---------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """End the helper and stop recording; what was ready stays so. May be called twice."""
-        self.done = True
-        self.stop_recording()
-        self._end()
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
+    def end(self, *, at_once: bool = False) -> None:
+        """Let it end its workers and itself; ``at_once``: kill it, where it may be past reading that it is to end."""
+        if self._owner == os.getpid():  # else this process was forked, and the helper is another's
+            if at_once:
                 with contextlib.suppress(OSError):
-                    pipe.close()  # of the first one, the helper sees the end, and ends its workers and itself
-            # Nobody waits for it here: subprocess does, when it starts the next process.
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                # Said, too: a data worker that was forked keeps the pipe open.
+                self._stdin.write(b"\n")
+                self._stdin.flush()
+        for file in (self._stdin, self._stdout, self._errors, self._requests):
+            with contextlib.suppress(OSError):
+                file.close()
+        # Nobody waits for it here: subprocess does, when it starts the next process.
 
 
-class Gate:
-    """A region's call by the shapes of its inputs: compiled where that is ready, eager where it is not.
+# ---- the one that starts before it is needed -------------------------------------------------------------------------
 
-    Args:
-        module: The region.
-        new: Called with a number, and the arguments of the call under way, for shapes that come for the first time.
-    """
-
-    def __init__(self, module: nn.Module, new: Callable[[int, Any, Any], None]) -> None:
-        self._module, self._new = module, new
-        self.numbers: dict[Any, int] = {}
-        """By shapes, in the order in which they came."""
-        self.called: set[int] = set()
-        """Numbers of those that came since it was last emptied, in calls that train."""
-        self.ready: set[int] = set()
-        self.compiled: Callable[..., Any] | None = None
-        self.trials: dict[int, Callable[..., Any]] = {}
-        """What runs the next call that trains, by the number of its shapes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is there for these shapes."""
-        shapes = tuple([getattr(one, "shape", None) for one in (*args, *kwargs.values())])
-        number = self.numbers.get(shapes)
-        if self._module.training and torch.is_grad_enabled():
-            if number is None:
-                self.numbers[shapes] = number = len(self.numbers)
-                self._new(number, args, kwargs)
-            self.called.add(number)
-        if number in self.ready and self.compiled is not None:
-            return self.compiled(*args, **kwargs)
-        if number in self.trials:
-            return self.trials[number](*args, **kwargs)
-        return self._module._call_impl(*args, **kwargs)
+_early: list[Helper] = []
 
 
-def main_script() -> str | None:
-    """The script that defines ``__main__``; None under ``python -m``. Raises ValueError where running it again, as
-    multiprocessing does, would train."""
-    main: Any = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    if file is None:
-        raise ValueError("a region's class is defined in no file")
-    guarded = any(
-        isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-        for node in ast.parse(Path(file).read_text()).body
-    )
-    if not guarded:
-        raise ValueError(
-            f"{file} defines a region's class and has no `if __name__ == '__main__':`, without which the helper would "
-            "run the training again to find the class; add it, or move the class to a module"
-        )
-    return str(Path(file).resolve())
+def options_for(strategies: Iterable[Strategy]) -> Options | None:
+    """How a helper may compile for ``strategies`` on this machine; None where none will."""
+    given = list(strategies)
+    known = all(one.name in TOGETHER or one.chooser is not None for one in given)
+    return next((one.helper for one in given if isinstance(one.helper, Options)), None) if known else None
+
+
+def start_early(options: Options | None) -> None:
+    """Start the helper that is going to be needed, if there is none."""
+    if options is not None and not (_early and _early[0].serves(options.max_host_gib)):
+        release()
+        with contextlib.suppress(OSError):  # comes up again, with its reason, where it is needed
+            _early.append(Helper(options.max_host_gib))
+
+
+@contextlib.contextmanager
+def early(strategies: Iterable[Strategy]) -> Iterator[None]:
+    """Inside, a helper for ``strategies`` waits to be taken; one that nobody has taken ends with it."""
+    start_early(options_for(strategies))
+    try:
+        yield
+    finally:
+        release()
+
+
+def take(options: Options) -> Helper:
+    """The helper that has started early, where it can be used, else a new one. Raises OSError."""
+    if _early and _early[0].serves(options.max_host_gib):
+        return _early.pop()
+    release()
+    return Helper(options.max_host_gib)
+
+
+def release() -> None:
+    """No helper is needed, or no further one: end that which nobody has taken."""
+    while _early:
+        _early.pop().end()

@@ -1,7 +1,8 @@
 """``python -m trainer.background.helper``: compiles regions for a training that does not wait; started by it.
 
-Reads paths of pickled ``Request``s from its standard input, writes a line of JSON for each region, and ends when its
-standard input does: when the training closes it, or is gone.
+It imports what it will need before it is asked for anything. It reads from its standard input where in a file a
+``Request`` lies, and writes a line of JSON for each region. It ends with an empty line there, with that input, or when
+the training is gone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import threading
 from typing import Any, TextIO
 
+from trainer.background import CACHES
+
 NICENESS = 10
 """How far it stands back from the training on the processor."""
 WATCH_SECONDS = 1.0
@@ -23,15 +26,16 @@ COMPILER = ("torch", "triton", "sympy", "mpmath")
 """Packages of which the training will import what this process did."""
 
 
-def main(max_host_gib: float) -> None:
-    """Compile what one request names."""
+def main(max_host_gib: float, requests: int, parent: int) -> None:
+    """Compile what the process ``parent`` asks for in the file with the descriptor ``requests``."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
+    given = set(os.environ)
     # What libraries print goes to the file of errors; the training reads lines of ours alone.
-    parent = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_watch, args=(max_host_gib, asked), daemon=True).start()
+    asked: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    threading.Thread(target=_watch, args=(max_host_gib, parent, asked), daemon=True).start()
     import torch  # noqa: F401
 
     from strategies.prepare import Preparation
@@ -39,27 +43,36 @@ def main(max_host_gib: float) -> None:
 
     Preparation().wait()
     while True:
-        with open(asked.get(), "rb") as file:
-            request = pickle.load(file)
+        offset, size = asked.get()
+        request = pickle.loads(os.pread(requests, size, offset))
         assert isinstance(request, Request)
-        _compile(request, parent)
-        _report(parent, done=True)
+        # What the training has changed since this process began, such as the folders of caches.
+        os.environ.update(request.environment)
+        for name in {*given, *CACHES} - request.environment.keys():
+            os.environ.pop(name, None)
+        sys.path[:] = request.path
+        os.chdir(request.directory)
+        _compile(request, answers)
+        _report(answers, done=True)
         if request.last:
             return
 
 
-def _watch(max_host_gib: float, asked: queue.SimpleQueue[str]) -> None:
-    """End this process when the training is gone, or memory is."""
+def _watch(max_host_gib: float, parent: int, asked: queue.SimpleQueue[tuple[int, int]]) -> None:
+    """End this process when it is to end, the training is gone, or memory is."""
     text = b""
     while True:
         readable, _, _ = select.select([0], [], [], WATCH_SECONDS)
         if readable:
             chunk = os.read(0, 1 << 16)
-            if not chunk:
+            *lines, text = (text + chunk).split(b"\n")
+            if not chunk or b"" in lines:
                 _end("the training is over", 0)
-            *names, text = (text + chunk).split(b"\n")
-            for name in names:
-                asked.put(name.decode())
+            for line in lines:
+                offset, size = map(int, line.split())
+                asked.put((offset, size))
+        elif os.getppid() != parent:  # its data workers may keep the pipe open
+            _end("the training is gone", 0)
         with contextlib.suppress(OSError, ValueError):
             with open("/proc/self/statm") as file:
                 gib = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -75,12 +88,12 @@ def _end(reason: str, code: int) -> None:
     os._exit(code)
 
 
-def _report(parent: TextIO, **message: Any) -> None:
-    parent.write(json.dumps(message) + "\n")
-    parent.flush()
+def _report(answers: TextIO, **message: Any) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
 
 
-def _compile(request: Any, parent: TextIO) -> None:
+def _compile(request: Any, answers: TextIO) -> None:
     import torch
 
     from strategies.compose import compiler_settings
@@ -107,11 +120,11 @@ def _compile(request: Any, parent: TextIO) -> None:
             try:
                 _compile_call(call)
             except Exception as error:
-                _report(parent, refused=call.path, reason=f"the helper could not compile it: {one_line(error)}")
+                _report(answers, refused=call.path, reason=f"the helper could not compile it: {one_line(error)}")
             else:
                 if call is request.calls[0]:
-                    _report(parent, modules=[name for name in sys.modules if name.split(".")[0] in COMPILER])
-                _report(parent, ready=call.path, number=call.number)
+                    _report(answers, modules=[name for name in sys.modules if name.split(".")[0] in COMPILER])
+                _report(answers, ready=call.path, number=call.number)
         for call in request.calls if request.validates else ():
             with contextlib.suppress(Exception):  # then validation compiles it
                 _compile_call(call, trains=False)
@@ -150,7 +163,7 @@ def _compile_call(call: Any, *, trains: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), *map(int, sys.argv[2:]))
     sys.stdin.close()
     from strategies.prepare import stop_compiling
 

@@ -23,7 +23,7 @@ from strategies.modules import Background as Options
 from strategies.optimizer import Optimizer
 from strategies.prepare import collected_later
 from strategies.regions import give_up, guard_calls, outermost, switch_off, switch_on
-from trainer.background import Background, Key
+from trainer.background.calls import Background, Key
 from trainer.background.trial import Trial
 from trainer.background.update import UpdateTakeover
 from trainer.telemetry.meter import shape_of

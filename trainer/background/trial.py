@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from strategies.base import Program, Region
 from strategies.errors import one_line
 from strategies.regions import RegionCall, switch_off, switch_on
-from trainer.background import Gate
+from trainer.background.calls import Gate
 from trainer.guards.compare import MULTIPLES, TENSOR_FLOOR, Comparison, norms, perturb, rounding_unit, without_autocast
 
 SAYS_NOTHING = 0.5

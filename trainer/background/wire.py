@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import operator
+import os
 import pickle
 import sys
 import types
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.regions import recomputes, recomputing
+from trainer.background import environment
 
 KEPT_ELEMENTS = 4096
 """Integers on the host up to this many are sent as they are (tables of positions); all others become zeros, which
@@ -62,6 +64,9 @@ class Request:
     """Whether forwards in eval mode are compiled as well, once all else is."""
     last: bool
     """Whether no request follows."""
+    environment: dict[str, str] = field(default_factory=environment)
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    directory: str = field(default_factory=os.getcwd)
     threads: int = field(default_factory=torch.get_num_threads)
     torch_state: dict[str, Any] = field(default_factory=lambda: torch_state())
     configurations: dict[str, bytes] = field(default_factory=lambda: configurations())

@@ -91,7 +91,7 @@ class CompiledTraining:
         check(self.strategies)
         self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
         self._given = self.strategies, self._choosing
-        self._taking_over = next((one for one in self.strategies if one.takes_over_later), None)
+        self._taking_over = next((one for one in self.strategies if one.takeover and one.helper), None)
         needed = self._taking_over is None and any(strategy.needs_inductor for strategy in self.strategies)
         self._preparation = Preparation() if needed else None
         self._own: OwnRun | None = None
@@ -151,6 +151,11 @@ class CompiledTraining:
             print_line: Prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
+        if trains and not sharded and any(one.helper is not None for one in self.strategies):
+            from trainer.background import options_for, release, start_early
+
+            start_early(options_for(self.strategies))  # it imports the compiler while the training begins
+            self._settings.callback(release)
         if new := self._built != (built := dict(module.named_modules())):
             if self.program is not None and self.program.module is module:
                 uncompile(self.program)
