@@ -30,7 +30,6 @@ from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss, Resumi
 from trainer.console import ERROR_LOG, ProgressView, announce, print_end, shown
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.sentinel import AND_SO, Record, Sentinel
-from trainer.loops.training import note_machine
 from trainer.loops.watch import RankFailed, name_of, until_watched
 from trainer.process import Interrupted, StopRequest, process_settings, signal_at_end_of_parent, undisturbed
 from trainer.script import conclude
@@ -38,6 +37,7 @@ from trainer.settings import Config, Peer
 from trainer.sweep.environment import Launch, described, launched
 from trainer.sweep.folders import claim, is_first_process, put_back, release
 from trainer.telemetry import hardware
+from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
 OTHERS_LOG = "error.rank*.log"

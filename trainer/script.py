@@ -24,10 +24,11 @@ from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.prepare import stop_compiling
 from trainer.console import ProgressView, print_end, shown, summary
-from trainer.loops.training import NOT_STARTED, Logs, note_machine
+from trainer.loops.training import NOT_STARTED, Logs
 from trainer.report.run_verdict import run_verdict
 from trainer.sweep.environment import origin
 from trainer.telemetry import hardware
+from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 

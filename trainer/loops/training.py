@@ -151,11 +151,10 @@ class CompiledTraining:
             print_line: Prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
-        if trains and not sharded and any(one.helper is not None for one in self.strategies):
-            from trainer.background import options_for, release, start_early
+        if trains and not sharded and any(one.helper for one in self.strategies):
+            from trainer.background import early
 
-            start_early(options_for(self.strategies))  # it imports the compiler while the training begins
-            self._settings.callback(release)
+            self._settings.enter_context(early(self.strategies))  # it imports the compiler while the training begins
         if new := self._built != (built := dict(module.named_modules())):
             if self.program is not None and self.program.module is module:
                 uncompile(self.program)
@@ -445,9 +444,3 @@ class CompiledTraining:
             self.record.notes.append(note)
             rank_zero_info(f"compile: {note}")
         self._notes_logged = len(program.notes)
-
-
-def note_machine(record: RunRecord, loop: Loop) -> None:
-    """Write into ``record`` what the run runs on."""
-    record.device, record.device_type = hardware.device_name(loop.device), loop.device.type
-    record.world_size, record.precision = loop.world_size, loop.precision

@@ -24,7 +24,6 @@ from strategies.loop import Loop
 from trainer.build import batch_counter, device_of, on_cuda, precision_arguments, resolve_precision
 from trainer.console import announce
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.training import note_machine
 from trainer.peers.loops import (
     AcceleratedLoop,
     Measured,
@@ -38,7 +37,7 @@ from trainer.peers.loops import (
 from trainer.process import StopRequest
 from trainer.run import Job
 from trainer.settings import PEER, Config, Peer
-from trainer.telemetry.hardware import device_name
+from trainer.telemetry.hardware import device_name, note_machine
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 

@@ -40,7 +40,6 @@ from strategies.torch_patches import compiling_in
 from trainer.callback import Compile
 from trainer.guards.rollback import throwaway_trainer
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.training import note_machine
 from trainer.process import process_settings
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
@@ -48,6 +47,7 @@ from trainer.report.runs import Run
 from trainer.settings import TrainerConfig
 from trainer.sweep.environment import origin
 from trainer.telemetry import hardware
+from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
 WARMUP_STEPS = 5

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from strategies.loop import Loop
 from trainer.telemetry.machine import now, processor_name
-from trainer.telemetry.record import Peak
+from trainer.telemetry.record import Peak, RunRecord
 
 PACKAGES = ("crucible-train", "torch", "torchvision", "lightning", "triton", "hydra-core", "tensorboard")
 GIB = 1024.0**3
@@ -263,3 +264,9 @@ def _best_seconds(device: torch.device, work: Callable[[], Any]) -> float:
     once = seconds_of(device, work)
     windows = min(WINDOWS, int(MAX_SECONDS / (IN_A_WINDOW * once)))
     return min([once, *(seconds_of(device, work, times=IN_A_WINDOW) for _ in range(windows))])
+
+
+def note_machine(record: RunRecord, loop: Loop) -> None:
+    """Write into ``record`` what the run runs on."""
+    record.device, record.device_type = device_name(loop.device), loop.device.type
+    record.world_size, record.precision = loop.world_size, loop.precision
