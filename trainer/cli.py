@@ -220,7 +220,7 @@ def train(cfg: DictConfig) -> int:
     from trainer.config import to_config
     from trainer.process import importing, start_early
     from trainer.settings import Peer
-    from trainer.sweep.environment import current, launched, require_sweep
+    from trainer.sweep.environment import SWEEP_VARIABLE, launched, require_sweep
     from trainer.sweep.folders import OwnFolder, is_first_process, taken
     from trainer.sweep.launcher import flags
 
@@ -237,7 +237,7 @@ def train(cfg: DictConfig) -> int:
     to_import = "torch" not in sys.modules
     if alone and to_import and not isinstance(config.run, Peer):  # of which torchrun starts several processes
         start_early(config.trainer, run_dir)
-    if is_first_process() and to_import and current() is None:  # a cell's last line is its reason
+    if is_first_process() and to_import and SWEEP_VARIABLE not in os.environ:  # a cell's last line is its reason
         print("importing torch and Lightning", file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
         sharded = config.trainer.strategy.startswith("fsdp")

@@ -124,7 +124,8 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
         unlike=unlike_conditions(measured),
     )
     if found.baseline_row is None:
-        found.verdict = _without(baseline, base)
+        how = "; compile=eager makes one" if base is None and baseline == "eager" else ""
+        found.verdict = f"no {baseline} run of this workload has finished, so there is nothing to compare with{how}"
         return found
     found.crossings = _crossings(found.rows)
     found.verdict = _verdict(found)
@@ -266,11 +267,3 @@ def _crossings(rows: Sequence[Row]) -> list[Crossing]:
 
 def _is(cell: Cell, name: str) -> bool:
     return name in (cell.arm, cell.label)
-
-
-def _without(name: str, base: Cell | None) -> str:
-    """What to say when there is nothing to compare with."""
-    if base is not None:
-        return f"no {name} run of this workload has finished, so there is nothing to compare with"
-    how = "; compile=eager makes one" if name == "eager" else ""
-    return f"there is no {name} run of this workload to compare with{how}"

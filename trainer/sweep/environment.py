@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
 import os
 import signal
 import socket
@@ -28,32 +27,11 @@ if TYPE_CHECKING:
     from strategies import Strategy
     from trainer.settings import Config
 
-CELL_VARIABLE = "CRUCIBLE_CELL"
-"""Holds a ``CellEnvironment`` as JSON in the process of a cell."""
+SWEEP_VARIABLE, ROUND_VARIABLE = "CRUCIBLE_SWEEP", "CRUCIBLE_ROUND"
+"""In the process of a cell: the number of the process that started it, and the round, if there are several."""
 CACHES_DIRECTORY = "caches"
 """Below a run's or a sweep's directory."""
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellEnvironment:
-    """What a sweep passes to the process of a cell."""
-
-    parent: int
-    """Process that started it."""
-    round: int | None = None
-    start: str | None = None
-    """``cold`` or ``warm``: what the caches are that it got; None when they were left as they are."""
-
-    def variables(self) -> dict[str, str]:
-        """Environment variables of the cell's process."""
-        return {CELL_VARIABLE: json.dumps(dataclasses.asdict(self))}
-
-
-def current() -> CellEnvironment | None:
-    """What the sweep passed to this process; None when it is not a cell, or not the cell's first process."""
-    text = os.environ.get(CELL_VARIABLE)
-    return None if text is None else CellEnvironment(**json.loads(text))
 
 
 def end_with_parent() -> None:
@@ -61,8 +39,7 @@ def end_with_parent() -> None:
 
     A cell that went on alone would write into a directory that a resumed sweep has given to another process.
     """
-    cell = current()
-    if cell is not None and cell.parent == os.getppid():
+    if os.environ.get(SWEEP_VARIABLE) == str(os.getppid()):
         signal_at_end_of_parent(signal.SIGTERM)
 
 
@@ -77,8 +54,7 @@ def cache_variables(caches: Path, *, store: bool = True) -> dict[str, str]:
 
 def require_sweep(repeat: str | None) -> None:
     """Raise ValueError where ``repeat`` asks for caches that only a sweep gives to its cells."""
-    cell = current()
-    if repeat is not None and (cell is None or cell.start != repeat):
+    if repeat is not None and SWEEP_VARIABLE not in os.environ:
         raise ValueError(f"repeat={repeat!r}: a sweep gives its cells caches of their own, use -m repeat=cold,warm")
 
 
@@ -104,13 +80,13 @@ def described(config: Config, command: list[str]) -> RunRecord:
     from strategies.credentials import without_credentials
     from trainer.settings import PEER, Peer
 
-    cell = current()
+    number = os.environ.get(ROUND_VARIABLE)
     record = RunRecord(
         task=config.task.title,
         config=without_credentials(dataclasses.asdict(config)),
         seed=config.seed,
         start=config.repeat,
-        round=None if cell is None else cell.round,
+        round=int(number) if number else None,
         **origin(ordered(config.compile.values()), command),
     )
     if isinstance(config.run, Peer):  # an arm of the same workload as our training

@@ -21,7 +21,7 @@ from trainer.process import handled, present_handlers
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run
-from trainer.sweep.environment import CellEnvironment, cache_variables
+from trainer.sweep.environment import ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables
 from trainer.sweep.plan import REFUSED, PlannedCell
 from trainer.telemetry.record import RunRecord
 
@@ -90,10 +90,7 @@ def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
     """
     set_aside(cell.directory)
     cell.directory.mkdir(parents=True, exist_ok=True)
-    environment = {
-        **os.environ,
-        **CellEnvironment(parent=os.getpid(), round=cell.round, start=cell.start).variables(),
-    }
+    environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid()), ROUND_VARIABLE: str(cell.round or "")}
     if cell.caches is not None:
         if cell.start != "warm":
             shutil.rmtree(cell.caches, ignore_errors=True)
