@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,20 +29,6 @@ if TYPE_CHECKING:
 
 Step = Callable[[Any], Any]
 """Maps a batch to results, a tree whose tensors are results of the step."""
-
-
-class Engine(Protocol):
-    """What captures and replays."""
-
-    def eager(self, call: Callable[[], Any]) -> Any:
-        """Run ``call`` as it is, in the surroundings that a capture will have."""
-
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record ``call`` without executing it on the device; returns what replays it, and its static results.
-
-        When that fails, graphs captured before are not to be replayed any more: their random numbers are another
-        generator's.
-        """
 
 
 class CudaEngine:
@@ -64,6 +50,11 @@ class CudaEngine:
         return results
 
     def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record ``call`` without executing it on the device; returns what replays it, and its static results.
+
+        When that fails, graphs captured before are not to be replayed any more: their random numbers are another
+        generator's.
+        """
         graph = torch.cuda.CUDAGraph()
         random_state = self._generator.get_state()
         try:
@@ -168,7 +159,7 @@ class StepGraphs:
     compiled and tuned then.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine
         self._shapes: dict[Hashable, Shape] = {}
         self._kinds: set[Hashable] = set()

@@ -296,7 +296,7 @@ class FunctionalUpdate(Update):
         clocks: dict[tuple[Any, ...], Clock] = {}
         places: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for index, group in enumerate(self.optimizer.param_groups):
-            flags, names = tuple(flags_of(group).items()), states_of(group)
+            flags = tuple(flags_of(group).items())
             for parameter in (each for each in group["params"] if each.grad is not None):
                 known = self._clock_of.get(parameter)
                 create_state(state[parameter], parameter, group)
@@ -309,13 +309,13 @@ class FunctionalUpdate(Update):
                     scalars = [DeviceScalar(one, device=device, dtype=precision) for one in values]
                     clocks[kind] = Clock(index, steps, scalars)
                 self._clock_of[parameter] = clocks[kind]
-                places[self._places.get(parameter), device, parameter.dtype, flags, names].append(parameter)
+                places[self._places.get(parameter), device, parameter.dtype, flags].append(parameter)
         cut = [
-            (members[start : start + MAX_CHUNK], dict(flags), names)
-            for (_, _, _, flags, names), members in places.items()
+            (members[start : start + MAX_CHUNK], dict(flags))
+            for (*_, flags), members in places.items()
             for start in range(0, len(members), MAX_CHUNK)
         ]
-        counts = self._pack_steps([parameter for members, _, _ in cut for parameter in members])
+        counts = self._pack_steps([parameter for members, _ in cut for parameter in members])
         return Plan(
             chunks=[self._chunk(*each) for each in cut],
             signature=self._signature(),
@@ -323,25 +323,25 @@ class FunctionalUpdate(Update):
             entries=list(state.values()),
             held=[
                 (state[member], name, state[member][name])
-                for members, _, names in cut
+                for members, flags in cut
                 for member in members
-                for name in (*names, "step")
+                for name in (*states_of(flags), "step")
             ],
             counts=counts,
             versions=[steps._version for steps in counts],
         )
 
-    def _chunk(self, parameters: list[Tensor], flags: Group, names: tuple[str, ...]) -> tuple[Any, ...]:
+    def _chunk(self, parameters: list[Tensor], flags: Group) -> tuple[Any, ...]:
         device = parameters[0].device
         own = [self._clock_of[parameter] for parameter in parameters]
         clocks = list(dict.fromkeys(own))
         which = tuple(map(clocks.index, own))
-        states = [[self.optimizer.state[parameter][name] for parameter in parameters] for name in names]
+        states = [[self.optimizer.state[parameter][name] for parameter in parameters] for name in states_of(flags)]
         shapes = tuple(
             (tensor.shape, tensor.stride(), tensor.dtype)
             for tensor in itertools.chain(parameters, *states, (parameter.grad for parameter in parameters))
         )
-        kind = (device, which, tuple(flags.items()), names, shapes)
+        kind = (device, which, tuple(flags.items()), shapes)
         if kind not in self._functions:
             name = f"{type(self.optimizer).__name__}_update"
             self._functions[kind] = self._compiler(fresh_function(flags, which, name=name))

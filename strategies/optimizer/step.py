@@ -161,25 +161,22 @@ def clip_inside(optimizer: torch.optim.Optimizer, largest: float) -> bool:
 class DeviceScalar:
     """One number of the host as a 0-D tensor of the device, so that no change of it recompiles.
 
-    A learning rate that is a Python float is a constant of compiled code, and is baked into a CUDA graph. The floats
+    Our compiled functions have no guards, and a Python float is baked into a CUDA graph. The floats
     stay where users, schedulers and state dicts look for them, in ``param_groups``.
     """
 
     __slots__ = ("_value", "tensor")
 
-    def __init__(self, value: Any, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, value: float, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.tensor = torch.empty((), device=device, dtype=dtype)
         self._value = float("nan")
         self.write(value)
 
-    def write(self, value: Any) -> None:
-        """Let the tensor have ``value``, a number or 0-D tensor. Waits for nothing; launches at most one kernel."""
-        if isinstance(value, Tensor):
-            self.tensor.copy_(value.detach(), non_blocking=True)
-            self._value = float("nan")
-        elif value != self._value:  # not-a-number is never equal to itself: it is written each time, without harm
+    def write(self, value: float) -> None:
+        """Let the tensor have ``value``. Waits for nothing; launches at most one kernel."""
+        if value != self._value:  # not-a-number is never equal to itself: it is written each time, without harm
             self.tensor.fill_(value)
-            self._value = float(value)
+            self._value = float(value)  # a rate may be replaced by a tensor, which is then filled
 
 
 class GenericUpdate(Update):
