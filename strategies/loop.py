@@ -50,7 +50,8 @@ class Restorable(Protocol):
 
     @property
     def lost(self) -> str | None:
-        """What a step would use up and nobody could put back; None where everything can be put back."""
+        """What a step would use up and nobody could put back, on any process; None where everything can be put back.
+        Every process asks."""
 
     def restore(self) -> None:
         """Put everything back; can be done any number of times."""

@@ -304,8 +304,8 @@ def observed(loop: Loop, program: Program, batch: Any, run: Callable[[], Any]) -
     for gradients in (contextlib.nullcontext(), torch.no_grad())[: 2 if loop.world_size == 1 else 1]:
         recorder = HostRecorder(loop.device, loop.unreadable(), LOG_METHODS)
         snapshot = loop.snapshot(batch)
-        if snapshot.lost is not None:
-            return Observation(HostState(), [snapshot.lost])
+        if (lost := snapshot.lost) is not None:
+            return Observation(HostState(), [lost])
         try:
             with eager(program), as_capturing(), gradients, recorder.recording(loop.module):
                 run()

@@ -91,8 +91,8 @@ def eager_forward(
     """Run ``training_step`` under eager, without gradients, where the training step itself is about to run, and put
     everything back. Raises what ``training_step`` raises, alike on all processes."""
     before = Snapshot(loop, arguments["batch"], of_forward=True)
-    if loop.anywhere(before.lost is not None):
-        raise RuntimeError(before.lost or "a step may use up something on another process")
+    if (lost := before.lost) is not None:
+        raise RuntimeError(lost)
     starts = {name: before.of(buffer) for name, buffer in floating_buffers(loop.module).items()}
     seen: EagerSeen | None = None
     error: Exception | None = None

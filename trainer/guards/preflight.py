@@ -81,7 +81,7 @@ class Preflight:
             return
         try:
             with self._apart(batch) as snapshot:
-                if lost := self._lost(snapshot):
+                if lost := snapshot.lost:
                     reason = f"{lost}, so that nothing may be run before the first step"
                     self._report_parity("not compared", reason)
                     self._warn_not_compared(reason)
@@ -115,7 +115,7 @@ class Preflight:
             contextlib.suppress(SkippedStep),
             self._apart(batch, captures=own is None, frees=False) as snapshot,
         ):
-            if not self._lost(snapshot):
+            if not snapshot.lost:
                 sample = self._within_memory(
                     "slowdown",
                     lambda: self._timed(batch, own=own, restore=snapshot.restore, eager_first=eager_first),
@@ -219,12 +219,6 @@ class Preflight:
         self._loop.module.zero_grad(set_to_none=True)
         hardware.give_back(self._loop.device)
         return None
-
-    def _lost(self, snapshot: Snapshot) -> str | None:
-        """What a step would use up and nobody could put back, on any process."""
-        if not self._loop.anywhere(snapshot.lost is not None):
-            return None
-        return snapshot.lost or "a step may use up what another process keeps, which cannot be put back"
 
     def skip(self, reason: str) -> None:
         self._program.notes.append(f"no preflight, so that nothing was compared with eager or warmed: {reason}")

@@ -82,7 +82,7 @@ class Snapshot:
         settle_shards(loop.module)
         module, parameters = loop.module, list(loop.module.parameters())
         gradients = [(parameter, parameter.grad) for parameter in parameters]
-        self._of_forward, self._device = of_forward, loop.device
+        self._of_forward, self._loop = of_forward, loop
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._found: dict[int, Any] = {}
         self._put_back: list[PutBack] = [partial(settle_shards, module, gradients=not of_forward)]
@@ -117,9 +117,12 @@ class Snapshot:
 
     @property
     def lost(self) -> str | None:
-        """What would be lost if a step were run that does not count; None where everything can be put back."""
-        found = ", ".join(dict.fromkeys(self.cannot_restore))
-        return f"a step may use up {found}, which cannot be put back" if found else None
+        """What would be lost on any process if a step were run that does not count; None where everything can be put
+        back. Every process asks."""
+        if not self._loop.anywhere(bool(self.cannot_restore)):
+            return None
+        found = ", ".join(dict.fromkeys(self.cannot_restore)) or "what another process keeps"
+        return f"a step may use up {found}, which cannot be put back"
 
     def of(self, tensor: Tensor) -> Tensor:
         """What ``tensor`` held, on its device; a copy or not, so do not write to it."""
@@ -146,11 +149,11 @@ class Snapshot:
             put_back()
 
     def _too_large(self, tensors: list[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        if self._device.type != "cuda":
+        if self._loop.device.type != "cuda":
             return False
         states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         held = [*tensors, *(value for value in states if isinstance(value, Tensor))]
-        total = torch.cuda.get_device_properties(self._device).total_memory
+        total = torch.cuda.get_device_properties(self._loop.device).total_memory
         return sum(tensor.numel() * tensor.element_size() for tensor in held) > OFFLOAD_SHARE * total
 
     def _keep(self, value: Any, name: str) -> None:
