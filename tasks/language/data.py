@@ -24,6 +24,8 @@ from tasks.loading import ResumableDataModule, load_tokenizer, load_tokens, pad_
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from tasks.language.task import MaskedLM, TextTask
+
 
 class TextBatch(NamedTuple):
     """What the loader yields and the module takes."""
@@ -56,51 +58,27 @@ def collate_text(rows: Sequence[Tensor], *, pad_to: int | None) -> TextBatch:
 
 
 class TextDataset(Dataset[Tensor]):
-    """Rows of tokens, int64 [length]; item ``i`` is the same in every run."""
+    """Rows of tokens, int64 [length]; item ``i`` is the same in every run.
 
-    def __init__(
-        self,
-        texts: Sequence[str],
-        tokenizer: Tokenizer,
-        *,
-        place: str,
-        packing: str,
-        positions: int,
-        extra: int,
-    ) -> None:
-        """Tokenize all documents and lay out the rows.
+    Packed: documents one after the other, each with its end, cut into rows of ``task.longest()`` positions; what is
+    left at the end makes no row. Else a row is begin, document, end, cut to as many.
+    """
 
-        Args:
-            texts: One a document.
-            place: Where they come from, for messages.
-            tokenizer: Its ``BEGIN`` and ``END`` mark documents.
-            packing: ``packed``: documents one after the other, each with its end, cut into rows of ``positions``;
-                what is left at the end makes no row. ``documents``: a row is begin, document, end, cut to
-                ``positions``.
-            positions: Most positions that the model computes for a row.
-            extra: Tokens of a row beyond its positions: 1 where the model predicts the next token.
-
-        Raises:
-            ValueError: No row is left.
-        """
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, task: TextTask) -> None:
+        """Tokenize all documents, one a text, and lay out the rows."""
         self.skipped: dict[str, int] = {}
-        self._packed = packing == "packed"
-        self.positions, self._extra = positions, extra
+        self._packed = task.data.packing == "packed"
+        self.positions, self._extra = task.longest(), task.extra
         # One flat array instead of a list of lists: forked workers share its pages, as no reference count changes.
         self._ids = load_tokens(texts, tokenizer)
         self._ends = np.flatnonzero(self._ids == END)
         tokens = np.diff(self._ends, prepend=-1) + 1  # begin and end included
         if self._packed:
-            self.lengths = np.full((len(self._ids) - extra) // positions, positions, dtype=np.int64)
+            self.lengths = np.full((len(self._ids) - self._extra) // self.positions, self.positions, dtype=np.int64)
         else:
-            self.lengths = np.minimum(tokens - extra, positions)
-            if cut := int((tokens - extra > positions).sum()):
+            self.lengths = np.minimum(tokens - self._extra, self.positions)
+            if cut := int((tokens - self._extra > self.positions).sum()):
                 self.skipped["rest of a document that is too long"] = cut
-        if not len(self.lengths):
-            raise ValueError(
-                f"{place} holds {len(self._ids):,} tokens: too few for a packed row of {positions} positions "
-                "(task.data.max_tokens)"
-            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -157,24 +135,20 @@ class CollateMasked:
 
     seed: int
     """Of the run."""
-    mask_token: int
-    """Id that stands for a hidden token."""
     token_count: int
     """Tokens of the tokenizer; the ordinary ones among them replace others at random."""
-    pad_to: int | None
-    """Positions of every batch; None: as many as the longest row has."""
-    padded: bool
-    """Whether rows may be padded: the batch then says where."""
+    task: MaskedLM
 
     def __call__(self, rows: Sequence[Tensor]) -> Any:
         lengths, tokens_T, targets_T = self.hide(rows)
-        width = int(lengths.max()) if self.pad_to is None else self.pad_to
+        data = self.task.data
+        width = int(lengths.max()) if data.pad_to is None else data.pad_to
         mask_BS = np.arange(width) < lengths[:, None]
         tokens_BS = np.full(mask_BS.shape, PAD, dtype=np.int64)
         tokens_BS[mask_BS] = tokens_T
         targets_BS = np.full(mask_BS.shape, IGNORED, dtype=np.int64)
         targets_BS[mask_BS] = targets_T
-        mask = torch.from_numpy(mask_BS) if self.padded else None
+        mask = torch.from_numpy(mask_BS) if data.packing == "documents" else None
         return MaskedBatch(torch.from_numpy(tokens_BS), torch.from_numpy(targets_BS), mask, len(tokens_T))
 
     def hide(self, rows: Sequence[Tensor]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -188,7 +162,7 @@ class CollateMasked:
         targets_T[picked_T] = true_P = tokens_T[picked_T]
         draw_P = generator.random(len(true_P), dtype=np.float32)
         random_P = generator.integers(len(SPECIAL_TOKENS), self.token_count, len(true_P))
-        shown_P = np.where(draw_P < MASKED, self.mask_token, true_P)
+        shown_P = np.where(draw_P < MASKED, self.task.network.mask_token, true_P)
         tokens_T[picked_T] = np.where((draw_P >= MASKED) & (draw_P < MASKED + REPLACED), random_P, shown_P)
         return lengths, tokens_T, targets_T
 
@@ -221,10 +195,12 @@ class TextDataModule(ResumableDataModule):
         task, data = self.task, self.task.data
         train, val = data.documents()
         self.tokenizer = load_tokenizer(train, vocabulary_size=task.network.vocabulary_size - task.network.reserved)
-        rows: dict[str, Any] = {"packing": data.packing, "positions": task.longest(), "extra": task.extra}
-        val_place = f"the validation text of {data.place()} (task.data.val_share={data.val_share})"
-        self.train_set = TextDataset(train, self.tokenizer, place=data.place(), **rows)
-        self.val_set = TextDataset(val, self.tokenizer, place=val_place, **rows)
+        self.train_set, self.val_set = (TextDataset(texts, self.tokenizer, task) for texts in (train, val))
+        for option, rows in (("max_tokens", self.train_set), ("val_share", self.val_set)):
+            if not len(rows):
+                raise ValueError(
+                    f"{data.place()} holds too little text for a row of {task.longest()} (task.data.{option})"
+                )
         self.collate = self.collation()
         return data.place()
 
@@ -236,14 +212,4 @@ class MaskedDataModule(TextDataModule):
     """Loads batches of masked rows."""
 
     def collation(self) -> Callable[[list[Any]], Any]:
-        return CollateMasked(**self.masking())
-
-    def masking(self) -> dict[str, Any]:
-        data = self.task.data
-        return {
-            "seed": self.seed,
-            "mask_token": self.task.network.mask_token,
-            "token_count": self.tokenizer.get_vocab_size(),
-            "pad_to": data.pad_to,
-            "padded": data.packing == "documents",
-        }
+        return CollateMasked(seed=self.seed, token_count=self.tokenizer.get_vocab_size(), task=self.task)

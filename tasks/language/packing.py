@@ -123,15 +123,14 @@ class CollatePacked(CollateMasked):
     """Of the row."""
     sequences: int
     """Of the row, those of padding and empty ones included."""
-    longest: int
-    """Most positions of a sequence."""
 
     def __call__(self, batch: Sequence[Any]) -> PackedBatch:
         (rows,) = batch
         lengths, tokens_T, targets_T = self.hide(rows)
-        whole, rest = divmod(self.positions - len(tokens_T), self.longest)
+        longest = self.task.longest()
+        whole, rest = divmod(self.positions - len(tokens_T), longest)
         lengths_N = np.zeros(self.sequences, dtype=np.int64)
-        filled = [*lengths.tolist(), *[self.longest] * whole, rest]
+        filled = [*lengths.tolist(), *[longest] * whole, rest]
         lengths_N[: len(filled)] = filled
         offsets = np.concatenate(([0], lengths_N.cumsum()))
         padding = (0, self.positions - len(tokens_T))
@@ -172,7 +171,11 @@ class PackedDataModule(MaskedDataModule):
         most = 2 * -(-positions // int(lengths.mean()))
         self._row = {"positions": positions, "most": most}
         return CollatePacked(
-            **self.masking(), positions=positions, sequences=most + positions // longest + 1, longest=longest
+            seed=self.seed,
+            token_count=self.tokenizer.get_vocab_size(),
+            task=self.task,
+            positions=positions,
+            sequences=most + positions // longest + 1,
         )
 
     def sampler(self, data: TextDataset, *, shuffle: bool) -> PackedSampler:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tasks.base import BEGIN, END, PAD
 from tasks.language.data import CollateMasked
-from tasks.language.sources import TextFiles
+from tasks.language.sources import Stdlib, TextFiles
 from tasks.language.task import BertNetwork, MaskedLM
 from tests.trainer.lightning_modules import quiet_trainer
 
@@ -21,9 +21,9 @@ MASK, TOKENS = 999, 900
 WORDS = ("red", "green", "blue", "round", "square", "small", "large", "left", "right", "above", "below", "and", "or")
 
 
-def collate(**changes: Any) -> CollateMasked:
-    options = {"seed": 0, "mask_token": MASK, "token_count": TOKENS, "pad_to": None, "padded": True}
-    return CollateMasked(**{**options, **changes})  # type: ignore[arg-type]
+def collate(*, seed: int = 0, packing: str = "documents", pad_to: int | None = None) -> CollateMasked:
+    task = MaskedLM(network=BertNetwork(vocabulary_size=MASK + 1), data=Stdlib(packing=packing, pad_to=pad_to))
+    return CollateMasked(seed=seed, token_count=TOKENS, task=task)
 
 
 def document(length: int, seed: int = 0) -> Tensor:
@@ -72,7 +72,7 @@ def test_a_row_is_masked_by_the_seed_and_by_what_it_comes_with() -> None:
 
 
 def test_packed_rows_have_no_mask_and_padded_ones_their_width() -> None:
-    assert collate(padded=False)([document(8), document(8)]).mask is None
+    assert collate(packing="packed")([document(8), document(8)]).mask is None
     batch = collate(pad_to=16)([document(8)])
     assert batch.tokens.shape == batch.targets.shape == batch.mask.shape == (1, 16)
     assert batch.tokens[0, 8:].tolist() == [PAD] * 8

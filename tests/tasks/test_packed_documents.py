@@ -34,10 +34,9 @@ LENGTHS = np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 600), 3, 400).ast
 DOCUMENTS = [document(length, seed=length) for length in (24, 7, 15, 3, 40)]
 
 
-def packed(rows: list[Tensor], *, positions: int = 100, sequences: int = 10, **changes: Any) -> PackedBatch:
-    masking = collate(**changes)
-    fields = {name: getattr(masking, name) for name in masking.__slots__}
-    return CollatePacked(**fields, positions=positions, sequences=sequences, longest=40)([rows])
+def packed(rows: list[Tensor], *, positions: int = 100) -> PackedBatch:
+    task = MaskedLM(network=NETWORK, data=Stdlib(packing="packed_documents"))
+    return CollatePacked(seed=0, token_count=900, task=task, positions=positions, sequences=10)([rows])
 
 
 def nets() -> tuple[Bert, Bert]:
