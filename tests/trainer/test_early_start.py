@@ -26,10 +26,10 @@ given = {name: os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER
 os.write(1, (" ".join([*sys.argv[1:], *given.values()]) + "\\n").encode())  # one write: two processes share the pipe
 """
 PARENT = """
-import sys
+import os, sys
 from trainer import process
 process.start_others(1, "run")
-print(process.others[0].pid, flush=True)
+os.write(1, f"{process.others[0].pid}\\n".encode())
 sys.stdin.read()
 """
 COUNTED = """
