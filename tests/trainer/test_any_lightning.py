@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -16,7 +17,6 @@ from tests.strategies import backends
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, Losses, fit, quiet_trainer
 from trainer.callback import Compile
-from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
 
@@ -97,10 +97,10 @@ def test_figures_are_kept_when_a_second_data_worker_is_found_dead_while_they_are
     deaths = [RuntimeError(f"DataLoader worker (pid {pid}) is killed by signal: Terminated.") for pid in (1, 2)]
     fill = Telemetry.fill
 
-    def dying(self: Telemetry, record: RunRecord, *, together: bool) -> None:
+    def dying(*given: Any, **named: Any) -> None:
         if deaths:
             raise deaths.pop(0)
-        fill(self, record, together=together)
+        fill(*given, **named)
 
     monkeypatch.setattr(Telemetry, "fill", dying)
     compile_ = Compile(warmup_steps=1)
