@@ -169,13 +169,13 @@ def loss_of_a_loop_of_ones_own(config: Config) -> float:
     task: Any = config.task
     L.seed_everything(config.seed, verbose=False)
     data, module = task.build_data(seed=config.seed), task.build_module(max_steps=STEPS)
-    found = equivalent(task)
-    module.net = model = found.build()
+    build, inputs = equivalent(task)
+    module.net = model = build()
     set_up = module.configure_optimizers()
     data.setup("fit")
     losses = []
     for batch in itertools.islice(data.train_dataloader(), STEPS):
-        loss = model(**found.inputs(batch)).loss
+        loss = model(**inputs(batch)).loss
         set_up["optimizer"].zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.gradient_clip_val)

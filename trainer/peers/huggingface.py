@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,18 +29,13 @@ def masked_inputs(batch: Any) -> dict[str, Tensor]:
     return {"input_ids": batch.tokens, "labels": batch.targets, **mask}
 
 
-@dataclass(frozen=True, slots=True)
-class Equivalent:
-    """What transformers has in the place of a task's network."""
-
-    build: Callable[[], transformers.PreTrainedModel]
-    inputs: Callable[[Any], dict[str, Tensor]]
-    """The task's batch as keywords of its forward."""
+Inputs = Callable[[Any], dict[str, Tensor]]
+"""The task's batch as keywords of a network's forward."""
 
 
-def equivalent(task: Task) -> Equivalent:
-    """transformers' network of the sizes of ``task``'s, with weights that transformers draws. Raises ValueError where
-    it has none."""
+def equivalent(task: Task) -> tuple[Callable[[], transformers.PreTrainedModel], Inputs]:
+    """What builds transformers' network of the sizes of ``task``'s, with weights that transformers draws, and what it
+    is given. Raises ValueError where it has none."""
     network = getattr(task, "network", None)
     if isinstance(network, Gpt2Network):
         dropout: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), network.dropout)
@@ -54,7 +48,7 @@ def equivalent(task: Task) -> Equivalent:
             use_cache=False,
             **dropout,
         )
-        return Equivalent(partial(transformers.GPT2LMHeadModel, gpt2), next_token_inputs)
+        return partial(transformers.GPT2LMHeadModel, gpt2), next_token_inputs
     packed = getattr(getattr(task, "data", None), "packing", None) == "packed_documents"  # rows of several documents
     if isinstance(network, BertNetwork) and not packed:
         bert = transformers.BertConfig(
@@ -67,7 +61,7 @@ def equivalent(task: Task) -> Equivalent:
             hidden_dropout_prob=network.dropout,
             attention_probs_dropout_prob=network.dropped_attention,
         )
-        return Equivalent(partial(transformers.BertForMaskedLM, bert), masked_inputs)
+        return partial(transformers.BertForMaskedLM, bert), masked_inputs
     raise ValueError(
         f"transformers has no network in the place of {task.title}'s: run.peer=transformers_eager and "
         "transformers_compiled take GPT-2 (task=language_modelling) and BERT (task=masked_lm, not its "
@@ -78,10 +72,10 @@ def equivalent(task: Task) -> Equivalent:
 def train(work: Work, *, compiled: bool = True) -> Loop:
     """``Trainer(model, TrainingArguments(torch_compile=True)).train()``, which compiles the model with its loss as one.
     https://huggingface.co/docs/transformers/perf_torch_compile"""
-    found = equivalent(work.config.task)
+    build, inputs = equivalent(work.config.task)
     settings, precision = work.config.trainer, resolve_precision(work.config.trainer)
     module: Any = work.module
-    module.net = network = found.build()  # optimizer and schedule are the task's, of these parameters
+    module.net = network = build()  # optimizer and schedule are the task's, of these parameters
     optimizer, schedule = optimizer_and_schedule(placed(module, work.device))
     arguments = transformers.TrainingArguments(
         output_dir=str(work.directory),
@@ -100,7 +94,7 @@ def train(work: Work, *, compiled: bool = True) -> Loop:
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # else it takes all devices that it sees, by DataParallel
     trainer = TaskTrainer(network, arguments, optimizers=(optimizer, schedule))
-    trainer.batches = Batches(work, found, trainer.accelerator)
+    trainer.batches = Batches(work, inputs, trainer.accelerator)
     trainer.add_callback(MeasuredTrainer(work, trainer))
     trainer.train()
     return trainer.measured
@@ -119,12 +113,12 @@ class TaskTrainer(transformers.Trainer):
 class Batches:
     """The task's loader as accelerate prepares it; yields what the network takes, and keeps the batch for the meter."""
 
-    def __init__(self, work: Work, found: Equivalent, accelerator: Any) -> None:
+    def __init__(self, work: Work, inputs: Inputs, accelerator: Any) -> None:
         loader = work.loader()
         self.set_epoch = loader.sampler.set_epoch  # the Trainer calls it, as our own loop does
         # Over several processes it is split already.
         self.loader = loader if distributed.is_initialized() else accelerator.prepare(loader)
-        self._inputs, self.original = found.inputs, None
+        self._inputs, self.original = inputs, None
 
     def __len__(self) -> int:
         return len(self.loader)
