@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch._dynamo import exc as dynamo_errors
+from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._inductor import exc as inductor_errors
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -19,6 +20,7 @@ from strategies.credentials import hidden
 OF_THE_COMPILER: tuple[type[BaseException], ...] = (
     dynamo_errors.TorchDynamoException,
     dynamo_errors.FailOnRecompileLimitHit,
+    SpeculationLogDivergence,  # tracing began anew and met something else: a group that joined an SGD with momentum
     inductor_errors.OperatorIssue,
     inductor_errors.SubgraphLoweringException,
     inductor_errors.InvalidCxxCompiler,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._dynamo.utils import counters
 
 from strategies.base import CannotCapture, has_another_step
@@ -201,7 +202,7 @@ class GenericUpdate(Update):
                 return
             except BackendCompilerFailed:
                 raise
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            except (TorchDynamoException, FailOnRecompileLimitHit, SpeculationLogDivergence) as error:
                 # Nothing has been executed: the whole step is one graph, and it is traced before it runs.
                 self.form = "eager"
                 reason = str(error).strip().splitlines()[0]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch.fx import GraphModule
 from torch.optim import lr_scheduler
 
@@ -393,9 +394,10 @@ def test_numbers_of_an_optimizer_without_a_formula_may_change_without_a_recompil
     assert len(graphs) == 1
 
 
-def test_an_optimizer_that_would_be_recompiled_too_often_runs_eager_and_says_so() -> None:
+@pytest.mark.parametrize("kind", [FailOnRecompileLimitHit, SpeculationLogDivergence])
+def test_an_optimizer_that_cannot_be_traced_once_more_runs_eager_and_says_so(kind: type[Exception]) -> None:
     def recompiled_too_often() -> None:
-        raise FailOnRecompileLimitHit("Hard failure due to fullgraph=True")
+        raise kind("Hard failure due to fullgraph=True")
 
     both = Both(lambda given: torch.optim.NAdam(given))
     both.update._compiled = recompiled_too_often
