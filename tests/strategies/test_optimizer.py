@@ -394,6 +394,7 @@ def test_numbers_of_an_optimizer_without_a_formula_may_change_without_a_recompil
     assert len(graphs) == 1
 
 
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("kind", [FailOnRecompileLimitHit, SpeculationLogDivergence])
 def test_an_optimizer_that_cannot_be_traced_once_more_runs_eager_and_says_so(kind: type[Exception]) -> None:
     def recompiled_too_often() -> None:
