@@ -142,9 +142,7 @@ class Optimizer(CompileOptions):
         if not has_formula(optimizer) or _is_special(optimizer):
             return GenericUpdate(
                 optimizer,
-                # Parameters and their states have static shapes all the same. Numbers of the groups become inputs of
-                # the graph, so that no schedule compiles again.
-                compiler=lambda function: torch.compile(function, **{**arguments, "dynamic": True}),
+                compiler=lambda function: torch.compile(function, **{**arguments, "dynamic": None}),
                 report=lambda line: self._runs_eager(program, line),
             )
         options = {

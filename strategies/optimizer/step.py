@@ -162,29 +162,34 @@ def clip_inside(optimizer: torch.optim.Optimizer, largest: float) -> bool:
 class DeviceScalar:
     """One number of the host as a 0-D tensor of the device, so that no change of it recompiles.
 
-    Our compiled functions have no guards, and a Python float is baked into a CUDA graph. The floats
+    A learning rate that is a Python float is a constant of compiled code, and is baked into a CUDA graph. The floats
     stay where users, schedulers and state dicts look for them, in ``param_groups``.
     """
 
     __slots__ = ("_value", "tensor")
 
-    def __init__(self, value: float, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, value: Any, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.tensor = torch.empty((), device=device, dtype=dtype)
         self._value = float("nan")
         self.write(value)
 
-    def write(self, value: float) -> None:
-        """Let the tensor have ``value``. Waits for nothing; launches at most one kernel."""
-        if value != self._value:  # not-a-number is never equal to itself: it is written each time, without harm
+    def write(self, value: Any) -> None:
+        """Let the tensor have ``value``, a number or 0-D tensor. Waits for nothing; launches at most one kernel."""
+        if isinstance(value, Tensor):
+            self.tensor.copy_(value.detach(), non_blocking=True)
+            self._value = float("nan")
+        elif value != self._value:  # not-a-number is never equal to itself: it is written each time, without harm
             self.tensor.fill_(value)
-            self._value = float(value)  # a rate may be replaced by a tensor, which is then filled
+            self._value = float(value)
 
 
 class GenericUpdate(Update):
     """Compiles ``type(optimizer).step`` whole: one graph of all tensors, however many there are, and that takes long.
 
-    A step that creates state differs from later ones, so that there may be a second graph. One that cannot be compiled,
-    or not often enough, runs eager: ``form`` says so, and ``report`` gets a line.
+    A step that creates state differs from later ones, so that there may be a second graph. The learning rate is a
+    tensor, so that no schedule of it recompiles; another number that changes does so once, and is an input then.
+    One that takes no tensor for its rate, cannot be compiled, or not often enough, runs eager: ``form`` says so, and
+    ``report`` gets a line.
     """
 
     def __init__(
@@ -192,13 +197,14 @@ class GenericUpdate(Update):
     ) -> None:
         self.optimizer, self.form = optimizer, "generic"
         self._report = report
+        self._rates: list[DeviceScalar] = []
         self._raw: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
         self._compiled: Callable[[], None] = compiler(self._step)
 
     def __call__(self) -> None:
         if self.form == "generic":
             try:
-                self._compiled()
+                self._attempt()
                 return
             except BackendCompilerFailed:
                 raise
@@ -215,6 +221,23 @@ class GenericUpdate(Update):
 
     def _step(self) -> None:
         self._raw(self.optimizer)
+
+    def _attempt(self) -> None:
+        groups = [group for group in self.optimizer.param_groups if "lr" in group]
+        before = [(group, dict(group)) for group in self.optimizer.param_groups]
+        for group in groups[len(self._rates) :]:  # all at first, later those that were added since
+            first = group["params"][0]
+            dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+            self._rates.append(DeviceScalar(group["lr"], device=first.device, dtype=dtype))
+        for group, rate in zip(groups, self._rates, strict=True):
+            rate.write(group["lr"])
+            group["lr"] = rate.tensor
+        try:
+            self._compiled()
+        finally:
+            for group, values in before:
+                # Up to torch 2.13 compiling also sets capturable: https://github.com/pytorch/pytorch/issues/182706
+                group.update({name: values[name] for name in ("lr", "capturable") if name in values})
 
 
 # ---- within a captured training step ---------------------------------------------------------------------------------
