@@ -33,7 +33,7 @@ def regions_of(program: Program) -> list[str]:
 def test_parts_have_settings_of_their_own(module: nn.Module, declared: Declaration, monkeypatch: Any) -> None:
     asked: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(
-        "strategies.regions.compile_in_place", lambda program, path, arguments, strict: asked.update({path: arguments})
+        "strategies.regions.compile_in_place", lambda program, path, arguments: asked.update({path: arguments})
     )
     strategy = Modular(
         parts={
