@@ -28,13 +28,13 @@ SHARE = 0.05
 """Timing on later batches takes no more than this share of the time since training began."""
 APART_STEPS = 10
 """Optimizer steps between two pairs, at least."""
-ENOUGH_PAIRS, MOST_PAIRS = 8, 20
+ENOUGH_PAIRS, MAX_PAIRS = 8, 20
 """Pairs from which on a run may be called slower, and the most of them."""
 MAX_SECONDS = 2.0
 """Timing on the first batch takes about this long at most, but for one pair."""
 FIRST_PAIRS = 6
 """Pairs on the first batch."""
-MARGIN, MOST_OF = 1.05, 0.9
+MARGIN, MIN_SLOWER = 1.05, 0.9
 """Slower by less than this, or in fewer of the pairs, is taken to be noise."""
 
 
@@ -60,7 +60,7 @@ class Sample:
         """Whether compiled is slower than eager by more than their spread."""
         pairs = zip(self.eager_seconds, self.compiled_seconds, strict=True)
         slower = sum(compiled > eager_one for eager_one, compiled in pairs)
-        return self.compiled_median > MARGIN * self.eager_median and slower >= MOST_OF * len(self.eager_seconds)
+        return self.compiled_median > MARGIN * self.eager_median and slower >= MIN_SLOWER * len(self.eager_seconds)
 
 
 def take_sample(
@@ -135,7 +135,7 @@ class Slowdown:
         together = self._together
         if self._loop.anywhere(len(self.later) >= ENOUGH_PAIRS and together.slower):
             self.slower = together
-        if self.slower or len(self.later) >= MOST_PAIRS:
+        if self.slower or len(self.later) >= MAX_PAIRS:
             self._end()
         else:
             self._plan(seconds)
