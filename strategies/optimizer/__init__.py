@@ -33,9 +33,10 @@ INDUCTOR: dict[str, Any] = {
 class Optimizer(CompileOptions):
     """One kernel for each repeated block instead of a dozen passes over all tensors, compiled once for all blocks.
 
-    Adam and AdamW of ``torch.optim`` are computed by formulas over chunks of parameters, ``fused=True`` ones included.
-    Torch's others are compiled as they are written. Everybody else's run eager: what their steps do on the host is not
-    known. The record's report says which. ``param_groups`` and state dicts stay as they are without this strategy.
+    Adam, AdamW and SGD of ``torch.optim`` are computed by formulas over chunks of parameters, ``fused=True`` ones
+    included. Torch's others are compiled as they are written. Everybody else's run eager: what their steps do on the
+    host is not known. The record's report says which. ``param_groups`` and state dicts stay as they are without this
+    strategy.
     """
 
     name: ClassVar[str] = "optimizer"
@@ -60,7 +61,7 @@ class Optimizer(CompileOptions):
             raise ValueError(f"compile.optimizer.dynamic={self.dynamic}: shapes of parameters do not change; use false")
 
     def begin(self, program: Program) -> None:
-        from strategies.optimizer.functional import has_formula
+        from strategies.optimizer.functional import formula_of
         from strategies.optimizer.step import clip_inside, install
 
         program.report.pop(self.name, None)  # of an earlier training of this program
@@ -70,7 +71,7 @@ class Optimizer(CompileOptions):
         captured = on_cuda and any(strategy.captures_step for strategy in program.strategies)
         for optimizer in program.optimizers:
             reason = reason_for_eager(optimizer, program)
-            if reason is None and captured and not has_formula(optimizer):
+            if reason is None and captured and formula_of(optimizer) is None:
                 reason = "it is captured as it is; compiled as it is written, it would run after each graph"
             if reason is not None:
                 self._runs_eager(program, f"{type(optimizer).__name__} runs eager: {reason}")
@@ -135,11 +136,12 @@ class Optimizer(CompileOptions):
         """The compiled update of ``optimizer``; ``places`` as of ``places_of`` where ``program`` does not tell."""
         import torch
 
-        from strategies.optimizer.functional import FunctionalUpdate, has_formula
+        from strategies.optimizer.functional import FunctionalUpdate, formula_of
         from strategies.optimizer.step import GenericUpdate
 
         arguments = self.compile_arguments()
-        if not has_formula(optimizer) or _is_special(optimizer):
+        formula = formula_of(optimizer)
+        if formula is None or _is_special(optimizer):
             return GenericUpdate(
                 optimizer,
                 compiler=lambda function: torch.compile(function, **{**arguments, "dynamic": None}),
@@ -153,6 +155,7 @@ class Optimizer(CompileOptions):
         }
         return FunctionalUpdate(
             optimizer,
+            formula,
             places=places_of(program) if places is None else places,
             # A copy for each: torch takes guard_filter_fn out of the options that it is given.
             compiler=lambda function: torch.compile(function, **{**arguments, "options": {**options}}),

@@ -1,4 +1,4 @@
-"""The step of torch's Adam and AdamW as a few calls of compiled functions that are never compiled again.
+"""The step of one of torch's optimizers as a few calls of compiled functions that are never compiled again.
 
 Parameters are cut into chunks, one for each repeated block of the module and a few for the rest. Chunks of the same
 shapes share one compiled function, so that compile time does not grow with the number of blocks. What may change from
@@ -18,7 +18,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,70 +38,107 @@ add, sub, mul, div = torch._foreach_add, torch._foreach_sub, torch._foreach_mul,
 sqrt, maximum = torch._foreach_sqrt, torch._foreach_maximum
 
 
-FLAGS = ("maximize", "amsgrad", "decoupled_weight_decay")
-"""Entries of a parameter group that decide which operators there are; whoever changes one compiles again."""
+class Formula:
+    """One optimizer. A subclass has ``flags`` and three methods.
+
+    ``states(group)``: names of the state tensors that have their parameter's shape; all begin as zeros.
+    ``scalars(group, step)``: numbers of the step with this number (1 is the first), in double precision.
+    ``update(flags, p, g, states, s)``: new parameters and states; ``g`` is the gradient, ``s`` the scalars.
+    """
+
+    flags: ClassVar[tuple[str, ...]]
+    """Entries of a parameter group that decide which operators there are; whoever changes one recompiles."""
+    counted: ClassVar[bool] = True
+    """Whether torch keeps a ``step`` tensor in the state of each parameter."""
+    states: Callable[[Group], tuple[str, ...]]
+    scalars: Callable[[Group, int], tuple[float, ...]]
+    update: Callable[..., tuple[Each, list[Each]]]
+
+    def steps_in(self, state: Group) -> int:
+        """Steps made with the ``state`` of a parameter; of SGD, whether one was, which is all that matters."""
+        return int(state.get("step", 0) if self.counted else state.get("momentum_buffer") is not None)
+
+    def create_state(self, state: Group, parameter: Tensor, group: Group) -> None:
+        """Fill in what torch would create in the first step."""
+        if self.counted and "step" not in state:
+            on_device = group.get("capturable") or group.get("fused")
+            # As torch counts: in float32, unless the default type is float64 and the optimizer is not fused.
+            precise = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+            dtype = torch.float64 if precise else torch.float32
+            state["step"] = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
+        for name in self.states(group):
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    def flags_of(self, group: Group) -> Group:
+        return {name: group["momentum"] != 0 if name == "has_momentum" else bool(group[name]) for name in self.flags}
 
 
-def has_formula(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` steps as Adam or AdamW does; a subclass with a step of its own does not."""
-    # unwrap: each class's step is decorated anew, the function inside tells whose mathematics it is.
-    own = (inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW))
-    return inspect.unwrap(type(optimizer).step) in own
+class Adam(Formula):
+    """Adam and AdamW: https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html."""
+
+    flags = ("maximize", "amsgrad", "decoupled_weight_decay")
+
+    def states(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+
+    def scalars(self, group: Group, step: int) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        lr, decay = group["lr"], group["weight_decay"]
+        if group["decoupled_weight_decay"]:
+            decay = 1 - lr * decay  # the share of the parameter that is kept
+        size, correction = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+        return decay, 1 - beta1, beta2, 1 - beta2, size, correction, group["eps"]
+
+    def update(self, flags: Group, p: Each, g: Each, states: list[Each], s: list[Each]) -> tuple[Each, list[Each]]:
+        decay, grown1, kept2, grown2, size, correction, eps = s
+        if flags["decoupled_weight_decay"]:
+            p = mul(p, decay)
+        else:
+            g = add(g, mul(p, decay))
+        mean = add(states[0], mul(sub(g, states[0]), grown1))
+        square = add(mul(states[1], kept2), mul(mul(g, g), grown2))
+        new: list[Each] = [mean, square]
+        if flags["amsgrad"]:
+            square = maximum(states[2], square)
+            new.append(square)
+        return sub(p, mul(div(mean, add(div(sqrt(square), correction), eps)), size)), new
 
 
-def flags_of(group: Group) -> Group:
-    return {name: bool(group[name]) for name in FLAGS}
+class SGD(Formula):
+    """Stochastic gradient descent with momentum: https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html."""
 
+    flags = ("maximize", "nesterov", "has_momentum")
+    counted = False
 
-def states_of(group: Group) -> tuple[str, ...]:
-    """Names of the state tensors that have their parameter's shape; all begin as zeros."""
-    return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+    def states(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
 
+    def scalars(self, group: Group, step: int) -> tuple[float, ...]:
+        grown = 1.0 if step == 1 else 1 - group["dampening"]  # dampening leaves the first gradient alone
+        return group["weight_decay"], group["lr"], group["momentum"], grown
 
-def create_state(state: Group, parameter: Tensor, group: Group) -> None:
-    """Fill in what torch would create in the first step."""
-    if "step" not in state:
-        on_device = group.get("capturable") or group.get("fused")
-        # As torch counts: in float32, unless the default type is float64 and the optimizer is not fused.
-        precise = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-        dtype = torch.float64 if precise else torch.float32
-        state["step"] = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
-    for name in states_of(group):
-        if state.get(name) is None:
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-
-def scalars_of(group: Group, step: int) -> tuple[float, ...]:
-    """Numbers of the step with this number (1 is the first), in double precision."""
-    beta1, beta2 = group["betas"]
-    lr, decay = group["lr"], group["weight_decay"]
-    if group["decoupled_weight_decay"]:
-        decay = 1 - lr * decay  # the share of the parameter that is kept
-    size, correction = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
-    return decay, 1 - beta1, beta2, 1 - beta2, size, correction, group["eps"]
-
-
-def stepped(flags: Group, p: Each, g: Each, states: list[Each], s: list[Each]) -> tuple[Each, list[Each]]:
-    """New parameters and states; ``g`` is the gradient, ``s`` are the scalars:
-    https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html."""
-    decay, grown1, kept2, grown2, size, correction, eps = s
-    if flags["decoupled_weight_decay"]:
-        p = mul(p, decay)
-    else:
+    def update(self, flags: Group, p: Each, g: Each, states: list[Each], s: list[Each]) -> tuple[Each, list[Each]]:
+        decay, lr, momentum, grown = s
         g = add(g, mul(p, decay))
-    mean = add(states[0], mul(sub(g, states[0]), grown1))
-    square = add(mul(states[1], kept2), mul(mul(g, g), grown2))
-    new: list[Each] = [mean, square]
-    if flags["amsgrad"]:
-        square = maximum(states[2], square)
-        new.append(square)
-    return sub(p, mul(div(mean, add(div(sqrt(square), correction), eps)), size)), new
+        if not flags["has_momentum"]:
+            return sub(p, mul(g, lr)), []
+        buffer = add(mul(states[0], momentum), mul(g, grown))
+        return sub(p, mul(add(g, mul(buffer, momentum)) if flags["nesterov"] else buffer, lr)), [buffer]
+
+
+def formula_of(optimizer: torch.optim.Optimizer) -> Formula | None:
+    """The formula of one of torch's optimizers, or None; a subclass with a step of its own has none."""
+    # unwrap: each class's step is decorated anew, the function inside tells whose mathematics it is.
+    step = inspect.unwrap(type(optimizer).step)
+    formulas = ((torch.optim.Adam, Adam), (torch.optim.AdamW, Adam), (torch.optim.SGD, SGD))
+    return next((formula() for kind, formula in formulas if inspect.unwrap(kind.step) is step), None)
 
 
 _serial = itertools.count()
 
 
-def fresh_function(flags: Group, which: tuple[int, ...], *, name: str) -> Callable[..., None]:
+def fresh_function(formula: Formula, flags: Group, which: tuple[int, ...], *, name: str) -> Callable[..., None]:
     """What updates the tensors of one kind of chunk, the i-th with the scalars of clock ``which[i]``.
 
     It has a code object of its own, by which Dynamo keeps compiled code. Else kinds of chunks would be recompiles of
@@ -112,8 +149,8 @@ def fresh_function(flags: Group, which: tuple[int, ...], *, name: str) -> Callab
         g: Each = mul(grads, [scale] * len(grads))
         if flags["maximize"]:
             g = torch._foreach_neg(g)
-        each_scalar: list[Each] = [[scalars[clock][number] for clock in which] for number in range(len(scalars[0]))]
-        new_parameters, new = stepped(flags, params, g, states, each_scalar)
+        each_scalar = [[scalars[clock][number] for clock in which] for number in range(len(scalars[0]))]
+        new_parameters, new = formula.update(flags, params, g, states, each_scalar)
         # What is computed from most comes first: Inductor gives a buffer of its own to what still has to read a tensor
         # that is overwritten, and copies it later.
         # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/graph.py (GraphLowering.mark_buffer_mutated)
@@ -163,7 +200,8 @@ class FunctionalUpdate(Update):
     """Updates ``optimizer``'s parameters and states in place, exactly where torch's own step would.
 
     Args:
-        optimizer: One for which ``has_formula`` holds.
+        optimizer: One that ``formula`` stands for.
+        formula: See ``formula_of``.
         places: Path of the repeated block for parameters that lie in one.
         compiler: Compiles one function; called once for each kind of chunk.
     """
@@ -171,9 +209,11 @@ class FunctionalUpdate(Update):
     form = "functional"
     clips = exact = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, places: Mapping[Tensor, str], compiler: Compiler) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, formula: Formula, *, places: Mapping[Tensor, str], compiler: Compiler
+    ) -> None:
         self.optimizer = optimizer
-        self._places, self._compiler = places, compiler
+        self._formula, self._places, self._compiler = formula, places, compiler
         self._plan: Plan | None = None
         self._plans = 0
         self._scaled = False
@@ -220,7 +260,7 @@ class FunctionalUpdate(Update):
         groups = [_numbers_of(group) for group in self.optimizer.param_groups]
         for clock in plan.clocks:
             clock.steps += 1
-            values = scalars_of(groups[clock.group], clock.steps)
+            values = self._formula.scalars(groups[clock.group], clock.steps)
             for scalar, value in zip(clock.scalars, values, strict=True):
                 scalar.write(value)
         plan.count(on_host=True)
@@ -284,7 +324,7 @@ class FunctionalUpdate(Update):
         """Of each group: its flags, and strides and type of each gradient, or None. Another one needs another plan."""
         return [
             (
-                flags_of(group),
+                self._formula.flags_of(group),
                 [None if (g := parameter.grad) is None else (g.stride(), g.dtype) for parameter in group["params"]],
             )
             for group in self.optimizer.param_groups
@@ -292,30 +332,31 @@ class FunctionalUpdate(Update):
 
     def _make(self) -> Plan:
         """Plan for the gradients and groups as they are; creates the state that torch would create."""
-        state = self.optimizer.state
+        formula, state = self._formula, self.optimizer.state
         clocks: dict[tuple[Any, ...], Clock] = {}
         places: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for index, group in enumerate(self.optimizer.param_groups):
-            flags = tuple(flags_of(group).items())
+            flags, names = tuple(formula.flags_of(group).items()), formula.states(group)
             for parameter in (each for each in group["params"] if each.grad is not None):
                 known = self._clock_of.get(parameter)
-                create_state(state[parameter], parameter, group)
-                steps = int(state[parameter]["step"]) if known is None else known.steps
+                steps = formula.steps_in(state.get(parameter, {})) if known is None else known.steps
+                if names or formula.counted:  # else torch makes no entry either
+                    formula.create_state(state[parameter], parameter, group)
                 device = parameter.device
                 precision = torch.float64 if parameter.dtype == torch.float64 else torch.float32
                 kind = (index, device, precision, steps)
                 if kind not in clocks:
-                    values = scalars_of(_numbers_of(group), steps + 1)
+                    values = formula.scalars(_numbers_of(group), steps + 1)
                     scalars = [DeviceScalar(one, device=device, dtype=precision) for one in values]
                     clocks[kind] = Clock(index, steps, scalars)
                 self._clock_of[parameter] = clocks[kind]
-                places[self._places.get(parameter), device, parameter.dtype, flags].append(parameter)
+                places[self._places.get(parameter), device, parameter.dtype, flags, names].append(parameter)
         cut = [
-            (members[start : start + MAX_CHUNK], dict(flags))
-            for (*_, flags), members in places.items()
+            (members[start : start + MAX_CHUNK], dict(flags), names)
+            for (_, _, _, flags, names), members in places.items()
             for start in range(0, len(members), MAX_CHUNK)
         ]
-        counts = self._pack_steps([parameter for members, _ in cut for parameter in members])
+        counts = self._pack_steps([parameter for members, _, _ in cut for parameter in members])
         return Plan(
             chunks=[self._chunk(*each) for each in cut],
             signature=self._signature(),
@@ -323,28 +364,28 @@ class FunctionalUpdate(Update):
             entries=list(state.values()),
             held=[
                 (state[member], name, state[member][name])
-                for members, flags in cut
+                for members, _, names in cut
                 for member in members
-                for name in (*states_of(flags), "step")
+                for name in (*names, *(["step"] if formula.counted else []))
             ],
             counts=counts,
             versions=[steps._version for steps in counts],
         )
 
-    def _chunk(self, parameters: list[Tensor], flags: Group) -> tuple[Any, ...]:
+    def _chunk(self, parameters: list[Tensor], flags: Group, names: tuple[str, ...]) -> tuple[Any, ...]:
         device = parameters[0].device
         own = [self._clock_of[parameter] for parameter in parameters]
         clocks = list(dict.fromkeys(own))
         which = tuple(map(clocks.index, own))
-        states = [[self.optimizer.state[parameter][name] for parameter in parameters] for name in states_of(flags)]
+        states = [[self.optimizer.state[parameter][name] for parameter in parameters] for name in names]
         shapes = tuple(
             (tensor.shape, tensor.stride(), tensor.dtype)
             for tensor in itertools.chain(parameters, *states, (parameter.grad for parameter in parameters))
         )
-        kind = (device, which, tuple(flags.items()), shapes)
+        kind = (device, which, tuple(flags.items()), names, shapes)
         if kind not in self._functions:
             name = f"{type(self.optimizer).__name__}_update"
-            self._functions[kind] = self._compiler(fresh_function(flags, which, name=name))
+            self._functions[kind] = self._compiler(fresh_function(self._formula, flags, which, name=name))
         if device not in self._scales:
             self._scales[device] = torch.ones((), device=device)
         scalars = [[scalar.tensor for scalar in clock.scalars] for clock in clocks]
@@ -353,7 +394,7 @@ class FunctionalUpdate(Update):
     def _pack_steps(self, parameters: list[Tensor]) -> list[Tensor]:
         """Make the ``step`` tensors views of one, so that counting is one operation instead of one for each."""
         kinds: defaultdict[tuple[torch.device, torch.dtype], list[dict[str, Any]]] = defaultdict(list)
-        for state in (self.optimizer.state[parameter] for parameter in parameters):
+        for state in (self.optimizer.state[parameter] for parameter in parameters if self._formula.counted):
             kinds[state["step"].device, state["step"].dtype].append(state)
         packed = [torch.stack([state["step"] for state in alike]) for alike in kinds.values()]
         for alike, steps in zip(kinds.values(), packed, strict=True):

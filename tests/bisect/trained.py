@@ -23,7 +23,7 @@ class Trained(L.LightningModule):
         return self.net(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def loader(*rows: int) -> DataLoader[Any]:

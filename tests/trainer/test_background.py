@@ -67,17 +67,10 @@ def put_helper(monkeypatch: pytest.MonkeyPatch, script: str | None) -> list[subp
     return started
 
 
-class WithAdamW(Blocks):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def train(
-    folder: Path, *strategies: Any, steps: int = 30, of: type[Blocks] = Blocks, **options: Any
-) -> tuple[Compile, list[float]]:
+def train(folder: Path, *strategies: Any, steps: int = 30, **options: Any) -> tuple[Compile, list[float]]:
     torch._dynamo.reset()
     callback = Compile(strategies, verbose=False, save=False, warmup_steps=1, **options)
-    losses = fit(of(), folder, [callback], max_steps=steps, max_epochs=-1)
+    losses = fit(Blocks(), folder, [callback], max_steps=steps, max_epochs=-1)
     return callback, losses
 
 
@@ -349,11 +342,11 @@ def test_losses_are_eagers_beside_other_strategies(
     torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
 
 
-def test_the_optimizers_step_takes_over_after_the_regions(tmp_path: Path, helper: Any) -> None:
+def test_the_optimizers_step_takes_over_after_the_regions(eager: list[float], tmp_path: Path, helper: Any) -> None:
     helper(OPTIMIZER)
-    _, eager = train(tmp_path, of=WithAdamW)
-    strategies = [regional(), Optimizer(backend="eager"), Background(force=True, at_step=3)]
-    callback, losses = train(tmp_path, *strategies, of=WithAdamW, parity="strict")
+    callback, losses = train(
+        tmp_path, regional(), Optimizer(backend="eager"), Background(force=True, at_step=3), parity="strict"
+    )
     assert callback.record.report["optimizer"]["form"] == "functional"
     assert callback.record.eager_parts == {}
     torch.testing.assert_close(losses, eager, rtol=1e-5, atol=1e-6)
@@ -365,8 +358,7 @@ def test_a_wrong_step_of_the_optimizer_is_not_used(tmp_path: Path, helper: Any) 
     helper(OPTIMIZER)
 
     with backend("wrong_update", scaled(1.01), as_it_is) as name:
-        strategies = [regional(), Optimizer(backend=name), Background(force=True, at_step=3)]
-        callback, _ = train(tmp_path, *strategies, of=WithAdamW)
+        callback, _ = train(tmp_path, regional(), Optimizer(backend=name), Background(force=True, at_step=3))
     assert "another than torch's own" in callback.record.eager_parts["optimizer"]
     assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
 
@@ -413,7 +405,7 @@ def test_batches_of_several_shapes_are_warned_of_where_the_helper_knows_one(
     assert callback.record.notes.count(SHAPES) == warned
 
 
-def test_what_an_earlier_run_compiled_needs_no_helper(tmp_path: Path, helper: Any) -> None:
+def test_what_an_earlier_run_compiled_needs_no_helper(eager: list[float], tmp_path: Path, helper: Any) -> None:
     @dataclass(kw_only=True, slots=True)
     class Warm(Strategy):
         name: ClassVar[str] = "cached"
@@ -423,9 +415,9 @@ def test_what_an_earlier_run_compiled_needs_no_helper(tmp_path: Path, helper: An
             program.report["cached"] = {"state": "warm"}
 
     helper("raise SystemExit('started')")
-    _, eager = train(tmp_path, of=WithAdamW)
-    strategies = [Warm(), regional(), Optimizer(backend="eager"), Background(force=True, at_step=3)]
-    callback, losses = train(tmp_path, *strategies, of=WithAdamW)
+    callback, losses = train(
+        tmp_path, Warm(), regional(), Optimizer(backend="eager"), Background(force=True, at_step=3)
+    )
     assert facts(callback)["helper_failed"] is None
     assert set(facts(callback)["switched_at_step"]) == set(REGIONS)
     assert callback.record.eager_parts == {}

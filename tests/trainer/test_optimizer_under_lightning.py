@@ -164,5 +164,5 @@ def test_several_optimizers_under_manual_optimization(tmp_path: Path) -> None:
     eager = fit(Manual(), tmp_path, [])
     compile_ = compiled()
     assert fit(Manual(), tmp_path, [compile_]) == pytest.approx(eager, rel=1e-5)
-    assert compile_.record.report["optimizer"]["form"] == "functional, generic"
+    assert compile_.record.report["optimizer"]["form"] == "functional, functional"
     assert compile_.record.report["optimizer"]["tensors"] == 14

@@ -21,7 +21,7 @@ from strategies.base import Program
 from strategies.compose import begin
 from strategies.errors import one_line
 from strategies.optimizer import Optimizer, places_of, reason_for_eager
-from strategies.optimizer.functional import FunctionalUpdate, has_formula
+from strategies.optimizer.functional import FunctionalUpdate, formula_of
 from strategies.optimizer.step import installed
 from trainer.background.wire import Call, dumps
 
@@ -118,8 +118,8 @@ class UpdateTakeover:
         places = places_of(self._program)
         for path, optimizer in self._paths.items():
             reason = reason_for_eager(optimizer, self._program)
-            if reason is None and not has_formula(optimizer):
-                reason = "only what is computed by formulas (Adam, AdamW) is compiled in the background"
+            if reason is None and formula_of(optimizer) is None:
+                reason = "only what is computed by formulas (Adam, AdamW, SGD) is compiled in the background"
             if reason is not None:
                 self.leave(f"{type(optimizer).__name__}: {reason}")
                 return
