@@ -113,8 +113,8 @@ def against(comparisons: Sequence[WorkloadComparison], earlier: Sequence[Workloa
             lines += ["", f"{name}: {'not measured' if here is None else 'failed'}"]
             holds &= here is None
             continue
-        said, same = check(name, row, here, called="earlier")
-        lines, holds = lines + said, holds and same and not here.compared.cell.failed
+        checked, same = check(name, row, here, called="earlier")
+        lines, holds = lines + checked, holds and same and not here.compared.cell.failed
     return lines, holds
 
 

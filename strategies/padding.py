@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ class Padding:
     seen: Callable[[], dict[str, Any]] | None = None
     """Figures of the batches that were really handed out, for the report; filled in like ``edges``."""
 
+    @property
+    def edge_of(self) -> Callable[[int], int]:
+        """``edge_of`` with what is known by now; it goes to data workers without the rest."""
+        return partial(edge_of, edges=self.edges, multiple=self.multiple, limit=self.limit, tables=self.tables)
+
     def resized(self, batch: Any, rows: int, edge: int) -> Any:
         """A copy of ``batch`` with ``rows`` examples (repeated or left out) of ``edge`` positions.
 
@@ -95,8 +100,8 @@ def edge_of(
 
 
 def limit_of(longest: int, limit: int | None, tables: Sequence[int]) -> int | None:
-    """Most positions that a batch of ``longest`` may be padded to: ``limit``, else the least of ``tables`` for it."""
-    return limit if limit is not None else min((size for size in tables if size >= longest), default=None)
+    """Most positions that a batch of ``longest`` may be padded to: ``limit``, else the first of ``tables`` for it."""
+    return limit if limit is not None else next((size for size in tables if size >= longest), None)
 
 
 def table_sizes(module: nn.Module) -> tuple[int, ...]:
@@ -243,7 +248,7 @@ class Marks:
         last: dict[tuple[object, int], tuple[int, int]] = {}
         fixed: set[tuple[object, int]] = set()
 
-        @functools.wraps(call)
+        @wraps(call)
         def marked(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # part of a larger region, whose own inputs are marked
                 return call(*args, **kwargs)

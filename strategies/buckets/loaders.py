@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence, Sized
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils.data import (
 
 from strategies.base import Ragged
 from strategies.buckets.batches import BucketBatchSampler, PlannedBatch
-from strategies.padding import Padding, edge_of, length_of, tensor_of, to_edge
+from strategies.padding import Padding, length_of, tensor_of, to_edge
 
 
 def require_map_style(loader: DataLoader[Any], name: str) -> None:
@@ -115,9 +114,7 @@ class PaddingCollate:
     def __init__(self, collate: Callable[[Any], Any], padding: Padding) -> None:
         self._collate = collate
         self._ragged: tuple[Ragged, ...] = padding.ragged
-        self._edge_of = partial(
-            edge_of, edges=padding.edges, multiple=padding.multiple, limit=padding.limit, tables=padding.tables
-        )
+        self._edge_of = padding.edge_of
         self._longest = padding.edges[-1] if padding.edges else None
         # In shared memory, so that the main process sees what worker processes counted.
         self._unexpected = torch.zeros(1, dtype=torch.int64).share_memory_()

@@ -107,7 +107,7 @@ class Helper:
                 with contextlib.suppress(OSError):
                     os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
-                # Said, too: a data worker that was forked keeps the pipe open.
+                # Written, too: a data worker that was forked keeps the pipe open.
                 self._stdin.write(b"\n")
                 self._stdin.flush()
         for file in (self._stdin, self._stdout, self._errors, self._requests):

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from strategies.loop import Around, Inspect, RunMicroBatch
-from strategies.padding import Padding, edge_of, length_of, to_edge
+from strategies.padding import Padding, length_of, to_edge
 from strategies.torch_patches import as_capturing
 from trainer.loops.private import replace, replaced
 from trainer.loops.processes import OneProcess, evaluating
@@ -96,9 +96,7 @@ class HuggingFaceLoop(OneProcess):
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs, padding = self._prepare(inputs), self._padding
         if padding is not None:
-            length = length_of(inputs, padding.ragged)
-            edge = edge_of(length, padding.edges, padding.multiple, padding.limit, padding.tables)
-            inputs = to_edge(inputs, padding.ragged, edge)
+            inputs = to_edge(inputs, padding.ragged, padding.edge_of(length_of(inputs, padding.ragged)))
             if padding.observe is not None:
                 padding.observe(inputs)
         return inputs

@@ -29,9 +29,9 @@ OUTPUT_NAME = "output.txt"
 POLL_SECONDS = 0.05
 
 
-def run_cells(cells: Sequence[PlannedCell], signals: Sequence[int], say: Callable[[str], None]) -> None:
+def run_cells(cells: Sequence[PlannedCell], signals: Sequence[int], log: Callable[[str], None]) -> None:
     """Run what is left, in order; with the first of ``signals``, a list that grows, no further cell starts."""
-    _look_back(cells, say)
+    _look_back(cells, log)
     for number, cell in enumerate(cells, 1):
         if signals:
             return
@@ -43,32 +43,32 @@ def run_cells(cells: Sequence[PlannedCell], signals: Sequence[int], say: Callabl
             cell.record.save(cell.directory)
             cell.exit_code = 1
         else:
-            say(f"{name} -> {cell.directory}")
+            log(f"{name} -> {cell.directory}")
             run_cell(cell, signals)
         record, left = cell.record, sum(each.exit_code is None for each in cells)
         speed = f" · {record.steady_steps_per_second:.2f} steps/s" if record.steady_steps_per_second else ""
         reason = f" · {record.reason.splitlines()[0]}" if cell.exit_code != 0 and record.reason else ""
         took = timedelta(seconds=round(time.monotonic() - began))
-        say(f"{name}: {record.status}{speed} · {took}{reason} ({left} left)")
+        log(f"{name}: {record.status}{speed} · {took}{reason} ({left} left)")
         if cell.caches is not None and cell is [each for each in cells if each.pair == cell.pair][-1]:
             shutil.rmtree(cell.caches, ignore_errors=True)  # nobody needs them any more
 
 
-def _look_back(cells: Sequence[PlannedCell], say: Callable[[str], None]) -> None:
-    """Find the cells that have finished before and need not run again; say why others do."""
+def _look_back(cells: Sequence[PlannedCell], log: Callable[[str], None]) -> None:
+    """Find the cells that have finished before and need not run again; log why others do."""
     records = {cell.directory: loaded(cell.directory) for cell in cells}
     finished = {place: record for place, record in records.items() if record and record.status == "finished"}
     for cell in cells:
         if cell.start == "warm" and cell.directory not in finished:
             cold = _cold(cells, cell)
             if finished.pop(cold.directory, None) is not None:
-                say(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
+                log(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
     if finished:
-        say(f"finished before, not run again: {len(finished)} of {len(cells)} cells")
+        log(f"finished before, not run again: {len(finished)} of {len(cells)} cells")
     for cell in cells:
         if (record := finished.get(cell.directory)) is not None:
             cell.record, cell.exit_code = record, 0
-            say(f"  {cell.title}")
+            log(f"  {cell.title}")
 
 
 def _cold(cells: Sequence[PlannedCell], warm: PlannedCell) -> PlannedCell:
