@@ -74,6 +74,10 @@ class CudaEngine:
             fresh.set_state(random_state)
             self._generator.graphsafe_set_state(fresh)
             raise
+        # The capture's beginning writes an offset of random numbers on the side stream, where the GPU may be late with
+        # it, and each replay writes it on the current one: they would race, and a replay draw other dropout masks.
+        # https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/cuda/CUDAGeneratorImpl.cpp (capture_prologue)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph.replay, results
 
 

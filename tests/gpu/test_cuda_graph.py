@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from strategies import CudaGraph, Optimizer, Strategy
+from strategies.cuda_graph.capture import CudaEngine
 from tests.gpu.test_cuda import ON_GPU
 from tests.trainer.runs import curve, train
 from tests.trainer.test_resume_exactness import send_in_step
@@ -55,6 +56,27 @@ def test_losses_are_eagers_step_by_step(optimizer: str, accumulate: int, tmp_pat
     report = both(Net, tmp_path, optimizer, accumulate_grad_batches=accumulate, max_steps=12)
     assert report["refused"] == []
     assert report["captured"][-1].startswith("whole step")
+
+
+def test_a_replay_draws_its_own_random_numbers_where_the_gpu_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(graph: torch.cuda.CUDAGraph, *arguments: Any, **options: Any) -> None:
+        torch.cuda._sleep(10**8)  # cycles, on the stream of the capture: another process has the GPU
+        begin(graph, *arguments, **options)
+
+    def step() -> torch.Tensor:
+        torch.cuda._sleep(10**9)
+        return torch.nn.functional.dropout(ones)
+
+    begin = torch.cuda.CUDAGraph.capture_begin
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    ones = torch.ones(1024, device="cuda")
+    torch.nn.functional.dropout(ones)  # an offset of 0 would be right by chance
+    state = torch.cuda.get_rng_state()
+    expected = step()
+    torch.cuda.set_rng_state(state)
+    replay, drawn = CudaEngine(torch.device("cuda", 0)).capture(step)
+    replay()
+    assert torch.equal(drawn, expected)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
