@@ -24,7 +24,7 @@ from strategies.errors import one_line
 from strategies.regions import give_up, guard_calls, rest, wake
 from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.private import replaced
+from trainer.loops.private import kinds, replaced
 from trainer.loops.training import CompiledTraining, Logs
 from trainer.telemetry.files import flat
 from trainer.telemetry.record import FILE_NAME
@@ -93,7 +93,7 @@ class Compile(CompiledTraining, L.Callback):
             module,
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
-            sharded=isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy),
+            sharded=isinstance(trainer.strategy, kinds(FSDPStrategy, ModelParallelStrategy)),
             trains=trains,
             print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )

@@ -105,8 +105,8 @@ class LoaderPadder:
             )
         padding.seen = self._seen
         if padding.choose_edges is None:
-            return self._process(self._padded(loader, "training" if stage is RunningStage.TRAINING else "validation"))
-        if stage is RunningStage.TRAINING:
+            return self._process(self._padded(loader, "training" if stage == RunningStage.TRAINING else "validation"))
+        if stage == RunningStage.TRAINING:
             return self._process(self._bucketed(loader))
         if not padding.edges:
             self._find_edges(loader)

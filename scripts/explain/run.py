@@ -82,7 +82,7 @@ def explain_module(
     )
     compile_.record.task = type(module).__name__
     with tempfile.TemporaryDirectory(prefix="explain-") as folder:
-        trainer = throwaway_trainer(folder, [compile_, Quiet(compile_)], max_epochs=1, max_steps=batches)
+        trainer = throwaway_trainer(folder, module, [compile_, Quiet(compile_)], max_epochs=1, max_steps=batches)
         return explained(compile_, trainer, module, given, train_dataloaders=loader)
 
 

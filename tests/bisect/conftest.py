@@ -46,7 +46,7 @@ def with_module(module: L.LightningModule, loader: Any, strategies: Any, use: An
     compile_ = Compile(kept, parity="off", measure_peak=False, save=False, verbose=False, **declared)
     callback = BenchCallback(compile_, use)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = throwaway_trainer(folder, [callback, compile_], max_steps=1, limit_val_batches=0)
+        trainer = throwaway_trainer(folder, module, [callback, compile_], max_steps=1, limit_val_batches=0)
         fit(trainer, module, train_dataloaders=loader)
 
 

@@ -38,6 +38,7 @@ from strategies.loop import Loop, MicroBatch
 from strategies.regions import compiled_only, give_up, guard_calls
 from strategies.torch_patches import keep_buffers
 from trainer.guards.compare import ParityError
+from trainer.loops.private import kinds
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import Event
 
@@ -263,9 +264,11 @@ def throwaway(config: Config, strategies: Iterable[Strategy], **trainer_options:
     )
 
 
-def throwaway_trainer(folder: str, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
-    """Lightning's Trainer for any module, which writes nothing but what a module itself writes into ``folder``."""
-    return L.Trainer(
+def throwaway_trainer(folder: str, module: L.LightningModule, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
+    """Lightning's Trainer for ``module``, which writes nothing but what a module itself writes into ``folder``."""
+    # A module of pytorch_lightning needs the Trainer of that package.
+    trainer = kinds(L.Trainer)[0 if isinstance(module, L.LightningModule) else -1]
+    return trainer(
         logger=False,
         callbacks=callbacks,
         enable_checkpointing=False,

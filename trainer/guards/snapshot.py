@@ -37,6 +37,7 @@ from strategies.loop import Loop
 from strategies.optimizer.step import ATTRIBUTE
 from strategies.torch_patches import settle_shards
 from trainer.guards.compare import local
+from trainer.loops.private import kinds
 
 OFFLOAD_SHARE = 0.1
 """Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""
@@ -49,9 +50,8 @@ _SKIPPED = {*vars(nn.Module()), *vars(L.LightningModule()), "_compiled_call_impl
 }
 """Attributes of torch's and Lightning's base classes: hooks, the trainer, compiled calls. A step changes none."""
 _OF_OPTIMIZER = {"step", "zero_grad", ATTRIBUTE}
-_NOT_LOOKED_INTO = (
-    L.Trainer, L.Callback, L.LightningDataModule, Logger, Dataset, DataLoader, Sampler, numpy.memmap, io.IOBase
-)  # fmt: skip
+_LIGHTNINGS = (L.Trainer, L.Callback, L.LightningDataModule, Logger)
+_NOT_LOOKED_INTO = (Dataset, DataLoader, Sampler, numpy.memmap, io.IOBase)
 _PLAIN = (str, bytes, int, float, complex, type, types.ModuleType, types.NoneType)
 _RANDOM = (torch.Generator, numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState, random.Random)
 
@@ -200,7 +200,7 @@ def _opened(held: Held, of_forward: bool) -> tuple[PutBack | None, list[Held]] |
         inside = _items(own, name)
         inside += [Held(one, f"{name}.{child}") for child, one in value._modules.items() if one is not None]
         return lambda: [each() for each in put], inside
-    if isinstance(value, _NOT_LOOKED_INTO):
+    if isinstance(value, (*kinds(*_LIGHTNINGS), *_NOT_LOOKED_INTO)):
         return None
     if isinstance(value, dict):
         return _entries_restorer(value), _items(value, name)

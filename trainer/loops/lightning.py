@@ -22,13 +22,21 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strategies.loop import Inspect, LogCall, RunMicroBatch, SkippedStep, Span
 from strategies.torch_patches import as_capturing
-from trainer.loops.private import LightningMicroBatch, ManualSteps, muted, replace, replaced, untried
+from trainer.loops.private import (
+    LightningMicroBatch,
+    ManualSteps,
+    is_overridden,
+    kinds,
+    muted,
+    replace,
+    replaced,
+    untried,
+)
 from trainer.loops.processes import Processes, evaluating
 
 if TYPE_CHECKING:
@@ -98,11 +106,11 @@ class LightningLoop(Processes):
     @property
     def writer(self) -> SummaryWriter | None:
         loggers = self._trainer.loggers if self.is_first_process else ()
-        return next((logger.experiment for logger in loggers if isinstance(logger, TensorBoardLogger)), None)
+        return next((logger.experiment for logger in loggers if isinstance(logger, kinds(TensorBoardLogger))), None)
 
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         for logger in self._trainer.loggers if self.is_first_process else ():
-            if not isinstance(logger, TensorBoardLogger):
+            if not isinstance(logger, kinds(TensorBoardLogger)):
                 logger.log_metrics(dict(values), step)
 
     def counters(self) -> list[object]:
@@ -113,7 +121,7 @@ class LightningLoop(Processes):
 
     def why_not_apart(self) -> str | None:
         trainer = self._trainer
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+        if not isinstance(trainer.strategy, kinds(SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
             return f"{type(trainer.strategy).__name__} keeps state that cannot be copied and restored"
         if getattr(trainer.strategy.model, "static_graph", False):
             return "DDP with static_graph=True takes what its first backward does for what all later ones do"
@@ -123,7 +131,7 @@ class LightningLoop(Processes):
             return "training_step takes its batches from the loader itself (dataloader_iter)"
         if not self.manual:
             return None if len(trainer.optimizers) == 1 else f"the module has {len(trainer.optimizers)} optimizers"
-        if isinstance(trainer.strategy, ModelParallelStrategy):
+        if isinstance(trainer.strategy, kinds(ModelParallelStrategy)):
             return "manual optimization of sharded parameters: whether all of it comes back was not tried"
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):  # Lightning has a mock in place of none
             return "manual optimization, and not with optimizers of configure_optimizers, which could be restored"
@@ -218,15 +226,16 @@ class LightningLoop(Processes):
         for hook in (*SILENT_HOOKS, *REPLACED_METHODS):
             if is_overridden(hook, module):
                 yield f"{type(module).__name__}.{hook} is called on the host in every step"
+        plain = kinds(L.Callback)
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             for hook in SILENT_HOOKS:
-                if getattr(getattr(callback, hook), "__func__", None) is not getattr(L.Callback, hook):
+                if getattr(getattr(callback, hook), "__func__", None) not in [getattr(one, hook) for one in plain]:
                     yield f"{type(callback).__name__}.{hook} is called on the host in every step"
         if self._trainer._detect_anomaly:
             yield "detect_anomaly reads every gradient on the host"
 
     def unreadable(self) -> dict[type, str]:
-        return {Logger: "which a replay would not call: use self.log"}
+        return dict.fromkeys(kinds(Logger), "which a replay would not call: use self.log")
 
     def constants(self) -> Hashable:
         trainer = self._trainer
@@ -248,7 +257,7 @@ class LightningLoop(Processes):
         plugin = self._trainer.precision_plugin
         theirs = plugin.clip_grad_by_norm
         # The base class's is torch's clip_grad_norm_ over the optimizer's parameters; other plug-ins clip otherwise.
-        own = type(plugin).clip_grad_by_norm is not Precision.clip_grad_by_norm
+        own = type(plugin).clip_grad_by_norm not in [one.clip_grad_by_norm for one in kinds(Precision)]
         if own or self.manual or is_overridden("configure_gradient_clipping", self.module):
             return lambda: None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -18,6 +19,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import model_helpers
 from torch import Tensor
 
 from strategies.loop import Inspect, Span
@@ -28,6 +30,20 @@ def untried() -> str | None:
     if L.__version__.startswith("2.6."):
         return None
     return f"Lightning {L.__version__} was not tried: pip install 'lightning>=2.6,<2.7'"
+
+
+def kinds(*classes: Any) -> tuple[Any, ...]:
+    """Lightning's ``classes`` and those of the same names in ``pytorch_lightning``, a copy of ``lightning.pytorch``.
+
+    Users import one or the other, and an object of one is no instance of the other's class.
+    """
+    modules = [sys.modules.get(one.__module__.replace("lightning.pytorch", "pytorch_lightning")) for one in classes]
+    return (*classes, *(getattr(module, one.__name__) for module, one in zip(modules, classes, strict=True) if module))
+
+
+def is_overridden(hook: str, module: L.LightningModule) -> bool:
+    parents = kinds(L.LightningModule)
+    return model_helpers.is_overridden(hook, module, next(one for one in parents if isinstance(module, one)))
 
 
 @contextlib.contextmanager
@@ -99,7 +115,7 @@ class LightningMicroBatch:
         closure = self._automatic._make_closure(self._given(batch), self._optimizer, self.index)
         strategy = self._trainer.strategy
         apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(strategy, ParallelStrategy) and not self.ends:
+        if isinstance(strategy, kinds(ParallelStrategy)) and not self.ends:
             apart = strategy.block_backward_sync()
         with apart:
             closure()

@@ -16,13 +16,13 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import model_helpers
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.loop import Around, Inspect, LogCall, Loop, Restorable, Span, run_within
-from trainer.loops.private import on_sigterm, replace
+from trainer.loops.private import is_overridden, kinds, on_sigterm, replace
 
 Value = TypeVar("Value")
 
@@ -197,7 +197,7 @@ class Processes(Agreeing):
     def apart(self) -> Iterator[None]:
         strategy = self._trainer.strategy
         model = strategy.model
-        if not isinstance(strategy, DDPStrategy) or not isinstance(model, DistributedDataParallel):
+        if not isinstance(strategy, kinds(DDPStrategy)) or not isinstance(model, DistributedDataParallel):
             yield
             return
         try:
@@ -211,10 +211,10 @@ class Processes(Agreeing):
 
     def why_not_capture_together(self) -> str | None:
         strategy = self._trainer.strategy
-        if isinstance(strategy, SingleDeviceStrategy | ModelParallelStrategy):
+        if isinstance(strategy, kinds(SingleDeviceStrategy, ModelParallelStrategy)):
             return None
         model = strategy.model
-        if not isinstance(strategy, DDPStrategy) or not isinstance(model, DistributedDataParallel):
+        if not isinstance(strategy, kinds(DDPStrategy)) or not isinstance(model, DistributedDataParallel):
             return f"no graph holds the steps of {type(strategy).__name__}; under ddp and fsdp2 it does"
         if model.find_unused_parameters:
             return "DDP with find_unused_parameters asks the device in every step which parameters were used"
@@ -224,7 +224,7 @@ class Processes(Agreeing):
 
     @property
     def capture_warmup_steps(self) -> int:
-        return DDP_WARMUP_STEPS if isinstance(self._trainer.strategy, DDPStrategy) else 0
+        return DDP_WARMUP_STEPS if isinstance(self._trainer.strategy, kinds(DDPStrategy)) else 0
 
 
 class OneProcess(Agreeing):
@@ -403,5 +403,5 @@ def _sees_gradients(module: L.LightningModule | None) -> bool:
     return (
         not module.automatic_optimization
         or any(is_overridden(hook, module) for hook in MODULE_HOOKS)
-        or any(is_overridden(hook, one, L.Callback) for one in others for hook in GRADIENT_HOOKS)
+        or any(model_helpers.is_overridden(hook, one, L.Callback) for one in others for hook in GRADIENT_HOOKS)
     )

@@ -40,6 +40,7 @@ from strategies.torch_patches import compiling_in
 from trainer.callback import Compile
 from trainer.guards.rollback import throwaway_trainer
 from trainer.loops.lightning import LightningLoop
+from trainer.loops.private import kinds
 from trainer.process import process_settings
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
@@ -98,13 +99,13 @@ def compare(
     options = _checked(trainer, seconds=seconds, rounds=rounds)
     if out is not None and any(Path(out).glob(f"*/{FILE_NAME}")):
         raise ValueError(f"compare: out={str(out)!r} holds runs already; take another folder")
-    ours = isinstance(module, L.LightningModule)
+    ours = isinstance(module, kinds(L.LightningModule))
     if not ours and (isinstance(module, torch.nn.Module) or not callable(module)):
         raise ValueError(f"compare: {type(module).__name__} is neither a LightningModule nor a function that makes one")
     console = Console(quiet=quiet, highlight=False)
 
     def make() -> L.LightningModule:
-        return copy.deepcopy(module) if isinstance(module, L.LightningModule) else module()
+        return copy.deepcopy(module) if isinstance(module, kinds(L.LightningModule)) else module()
 
     settings = TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())
     with isolate_rng(), process_settings(settings):
@@ -212,13 +213,13 @@ class _Turns:
             theirs = copy.deepcopy(given if isinstance(given, list) else [given])
             options = {**self.options, "max_steps": MAX_STEPS, "max_epochs": -1}
             options.pop("callbacks", None)
-            trainer = throwaway_trainer(folder, [*theirs, compile_, limit], **options)
+            trainer = throwaway_trainer(folder, module, [*theirs, compile_, limit], **options)
             note_machine(record, LightningLoop(trainer))
             kept = record.round is not None
             if kept:
                 self.runs.append(Run(Path(self.out or "", f"{len(self.runs)}-{record.label}"), record))
             try:
-                data = copy.copy(self.data) if isinstance(self.data, L.LightningDataModule) else self.data
+                data = copy.copy(self.data) if isinstance(self.data, kinds(L.LightningDataModule)) else self.data
                 trainer.fit(module, data)
                 record.status = "finished"
             except Exception as error:

@@ -1,0 +1,74 @@
+"""Projects that import ``pytorch_lightning``: a copy of ``lightning.pytorch``, whose classes are others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies import Optimizer, Whole
+from trainer.callback import Compile
+from trainer.sweep.in_process import compare
+
+FAST: dict[str, Any] = {"backend": "eager"}
+
+
+class Project(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.linspace(0, 1, 64).view(16, 4)), batch_size=4)
+
+
+def fit(folder: Path, *callbacks: Any) -> Project:
+    pl.seed_everything(0, verbose=False)
+    project = Project()
+    trainer = pl.Trainer(
+        max_steps=6, gradient_clip_val=0.1, accelerator="cpu", logger=TensorBoardLogger(folder),
+        callbacks=list(callbacks), enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(project, loader(), loader())
+    return project
+
+
+def test_its_steps_are_compared_and_audited_as_those_of_lightning(tmp_path: Path) -> None:
+    compile_ = Compile([Whole(**FAST), Optimizer(**FAST)], verbose=False)
+    project, eager = fit(tmp_path, compile_), fit(tmp_path)
+
+    record = compile_.record
+    assert (record.report["parity"]["verdict"], record.regions_compiled) == ("passed", 1), record.notes
+    assert record.audits is not None
+    assert record.audits.verdict == "clean"
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(project.state_dict()[name], value, msg=name)
+
+
+def test_its_modules_are_compared_by_one_call() -> None:
+    found = compare(
+        Project(),
+        loader(),
+        strategies=[Whole(**FAST)],
+        seconds=0.02,
+        rounds=1,
+        trainer={"accelerator": "cpu"},
+        quiet=True,
+    )
+
+    assert [row.cell.runs[0].record.status for row in found.rows] == ["finished", "finished"]
