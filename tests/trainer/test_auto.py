@@ -24,8 +24,7 @@ from tests.trainer.runs import train
 from tests.trainer.test_auto_ahead import POINTS, Device
 from tests.trainer.test_background import put_helper
 from trainer import auto as ahead
-from trainer.auto import candidates, chooser
-from trainer.auto.remembered import program_facts
+from trainer.auto import candidates, chooser, program_facts
 from trainer.background.calls import Background
 from trainer.background.wire import Request
 from trainer.callback import Compile

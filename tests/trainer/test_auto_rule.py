@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.auto import EAGER, MARGIN, SETUP_SECONDS, SHARE, Arm, Knowledge
-from trainer.auto.remembered import keep, memory_of, recall
+from trainer.auto import EAGER, MARGIN, SETUP_SECONDS, SHARE, Arm, Knowledge, memory_of
 
 STARTED = 12.0
 """Seconds that the process has run before its first step."""
@@ -241,27 +240,27 @@ def test_what_was_measured_is_remembered(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     known = measured()
     known.arms["whole", True].not_ready = "killed"
-    assert keep(tmp_path / "a.json", known) is None
+    assert known.keep(tmp_path / "a.json") is None
     known = arms()
-    assert recall(tmp_path / "a.json", known)
+    assert known.recall(tmp_path / "a.json")
     regional, whole = known.arms["regional", False], known.arms["whole", False]
     assert (regional.step_seconds, regional.cached) == (0.5, False)
     assert (whole.failed, whole.cached) == ("not compiled", False)
     assert known.arms["whole", True].step_seconds is None, "a killed helper says nothing of it"
-    assert recall(tmp_path / "b.json", arms()) is None
+    assert arms().recall(tmp_path / "b.json") is None
 
 
 def test_what_is_in_the_compilers_caches_is_expected_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = tmp_path / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(caches))
-    keep(tmp_path / "a.json", measured())
+    measured().keep(tmp_path / "a.json")
     loads, compiles = SETUP_SECONDS["regional after a helper"], SETUP_SECONDS["regional"]
     for there, seconds in ((False, compiles), (True, loads)):
         if there:
             caches.mkdir()
             (caches / "kernel").touch()
         known = arms()
-        recall(tmp_path / "a.json", known)
+        known.recall(tmp_path / "a.json")
         regional = known.arms["regional", False]
         assert (regional.setup_seconds, regional.cached) == (seconds, there)
 
@@ -271,15 +270,15 @@ def test_a_damaged_or_foreign_memory_counts_as_none(tmp_path: Path, text: str) -
     file = tmp_path / "a.json"
     file.write_text(text)
     known = arms()
-    assert recall(file, known) is None
+    assert known.recall(file) is None
     assert known.arms["regional", False].step_seconds is None
-    assert keep(file, measured()) is None
+    assert measured().keep(file) is None
     assert json.loads(file.read_text())["arms"]["regional"]["step_seconds"] == 0.5
 
 
 def test_memory_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    why = keep(tmp_path / "file" / "folder" / "a.json", measured())
+    why = measured().keep(tmp_path / "file" / "folder" / "a.json")
     assert why is not None
     assert "Not a directory" in why
 

@@ -519,7 +519,7 @@ def test_a_call_is_recorded_with_its_autocast() -> None:
         call = call_of("", nn.Linear(2, 2), {}, (torch.ones(1, 2),), {})
     assert isinstance(call, Call)
     assert call.autocast["cpu"] == (True, torch.bfloat16)
-    assert not call.needs_main
+    assert b"__main__" not in call.pickled, "it needs no script to be run again"
 
 
 class Slow(Blocks):

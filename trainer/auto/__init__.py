@@ -10,17 +10,24 @@ imported only where a device is asked: ``Ahead`` tells whether the host keeps ah
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies import Strategy
 from strategies.modules import Auto
+from strategies.options import cache_directories
+from tasks.base import cache_folder
+from trainer.telemetry.files import finite, written_whole
 
 if TYPE_CHECKING:
     import torch
 
+    from strategies import Program
     from strategies.loop import Loop
 
 EAGER = "eager"
@@ -147,16 +154,13 @@ class Knowledge:
         """The largest share of a step of ``best`` that ``arm`` may save."""
         if arm.step_seconds is not None and best.step_seconds is not None:
             return 1 - arm.over(best)
-        if arm.module == best.module and best.never_waited_steps is None:
-            return MAX_SAVED_BY_CAPTURE
-        if arm.module == best.module:  # compiled code has fewer gaps than eager
+        if arm.module == best.module:
+            if best.never_waited_steps is None:
+                return MAX_SAVED_BY_CAPTURE
             captured = self.arms.get((EAGER, True))
-            gaps = (
-                None
-                if captured is None or captured.step_seconds is None
-                else 1 - captured.over(self.arms[EAGER, False])
-            )
-            return MAX_SAVED_OF_GAPS if gaps is None else min(MAX_SAVED_OF_GAPS, gaps)
+            if captured is None or captured.step_seconds is None:
+                return MAX_SAVED_OF_GAPS
+            return min(MAX_SAVED_OF_GAPS, 1 - captured.over(self.arms[EAGER, False]))  # compiled code has fewer gaps
         eager, regional = self.arms[EAGER, arm.captured], self.arms.get(("regional", arm.captured))
         least = (1 - MAX_SAVED) * (1.0 if eager.step_seconds is None else eager.over(best))
         if arm.module == "whole" and regional is not None and None not in (regional.step_seconds, eager.step_seconds):
@@ -201,10 +205,51 @@ class Knowledge:
         if base.step_seconds is None:
             return base
         known = [arm for arm in self.arms.values() if arm.step_seconds is not None and arm.failed is None]
-        totals = {arm.name: steps_left * (arm.step_seconds or 0.0) for arm in known}
-        totals = {arm.name: totals[arm.name] + self.expected_setup(arm, base) * (arm is not base) for arm in known}
+        setup = {arm.name: 0.0 if arm is base else self.expected_setup(arm, base) for arm in known}
+        totals = {arm.name: steps_left * (arm.step_seconds or 0.0) + setup[arm.name] for arm in known}
         best = min(known, key=lambda arm: totals[arm.name])
         return best if totals[best.name] < (1 - MARGIN) * totals[base.name] else base
+
+    def recall(self, file: Path) -> str | None:
+        """Fill in what earlier runs measured; returns when the newest of this program did, None where none has."""
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            if kept["format"] != FORMAT:
+                return None
+            here = cache_directories()["TORCHINDUCTOR_CACHE_DIR"]
+            warm = kept["cache_directory"] == str(here) and here.is_dir() and any(here.iterdir())
+            for arm in self.arms.values():
+                if (values := kept["arms"].get(arm.name)) is None:
+                    continue
+                arm.step_seconds, setup = values["step_seconds"], values["setup_seconds"]
+                arm.failed, arm.cached = arm.failed or values["failed"], warm and bool(setup)
+                # That run may have compiled what is there now, or found it.
+                if setup is not None and arm.module != EAGER:
+                    loads, compiles = SETUP_SECONDS[TAKING_OVER.format(arm.module)], SETUP_SECONDS[arm.module]
+                    setup = min(setup, loads) if warm else max(setup, compiles)
+                arm.setup_seconds = setup
+            return str(kept["written"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # none yet, or damaged: measured anew and written over
+
+    def keep(self, file: Path) -> str | None:
+        """Write what this run knows; returns why it could not, None when it could."""
+        values = {
+            "format": FORMAT,
+            "written": datetime.datetime.now().astimezone().isoformat(" ", "minutes"),
+            "cache_directory": str(cache_directories()["TORCHINDUCTOR_CACHE_DIR"]),
+            "arms": {
+                arm.name: {name: getattr(arm, name) for name in ("step_seconds", "setup_seconds", "failed")}
+                for arm in self.arms.values()
+                if arm.step_seconds is not None or arm.failed is not None
+            },
+        }
+        try:
+            with written_whole(file, "w") as opened:
+                json.dump(finite(values), opened, indent=1, allow_nan=False)
+        except OSError as error:
+            return f"{file.parent}: {error.strerror or error}"
+        return None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,6 +299,34 @@ def refuse_choice(strategies: Iterable[Strategy]) -> None:
             "compile=auto: only a run chooses; python -m trainer with the same arguments says what (`auto: ...`), name "
             "that here, as in compile=[regional,cuda_graph]"
         )
+
+
+# ---- what earlier runs of the same program on the same machine measured: a small JSON file for each program ----------
+
+FORMAT = 5
+"""Raised when the meaning of what is kept changes; files of another format count as none."""
+NO_TIME = frozenset({"learning_rate", "lr", "initial_lr", "max_epochs", "max_steps", "seed"})
+"""Names of what changes how much is learned, and no step's time: another run of the same program may choose by it."""
+
+
+def memory_of(fingerprint: str) -> Path:
+    """The file of the program with this fingerprint, in the user's cache directory."""
+    return cache_folder() / "auto" / f"{fingerprint[:32]}.json"
+
+
+def program_facts(program: Program) -> dict[str, Any]:
+    """Plain attributes of every module and options of every optimizer; ``facts_of`` has classes and sizes. What lies
+    deeper, in an object that a module holds, is not looked at."""
+    return {
+        "modules": {path: _plain(vars(child)) for path, child in program.module.named_modules()},
+        "optimizers": [[type(one).__qualname__, _plain(one.defaults)] for one in program.optimizers],
+    }
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in sorted(values.items()) if name not in NO_TIME}
+    named = {name: getattr(value, "__qualname__", value) for name, value in plain.items()}
+    return {name: value for name, value in named.items() if isinstance(value, (bool, int, float, str))}
 
 
 # ---- whether the host is ahead of the device -------------------------------------------------------------------------

@@ -30,8 +30,8 @@ class Candidate:
     """One strategy of the MODULE stage; what it has compiled stays with it while it is off."""
 
     strategy: Strategy
-    helper: Background | None = None
-    """Compiles it while the training continues; None where the training itself does."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Regions that stay eager because its helper cannot compile them, with the reason."""
     vague: bool = False
     """Whether a region's trial could say nothing, so that whole steps have to be compared."""
     trial_seconds: float = 0.0
@@ -63,9 +63,8 @@ class Candidate:
         view = self.outline(program)
         self.prepare(program, settings)
         if self._regions is None:
-            refused = {} if self.helper is None else self.helper.refused
-            program.eager_parts.update(refused)
-            left_out = tuple(f"{path}." for path in refused)
+            program.eager_parts.update(self.refused)
+            left_out = tuple(f"{path}." for path in self.refused)
             self._regions = [one for one in view.regions if not f"{one.path}.".startswith(left_out)]
             program.notes.extend(view.notes)
         program.regions[:] = self._regions
@@ -102,6 +101,8 @@ class Candidates:
         self._trial: Trial | None = None
         self._uncollected = contextlib.ExitStack()
         self.named: dict[str, Candidate] = {}
+        self._helpers: dict[str, Background] = {}
+        """Of those that are compiled while the training continues."""
         self.compiling: str | None = None
         """What a helper is at work on."""
         self._recording = False
@@ -123,9 +124,10 @@ class Candidates:
                 continue
             candidate = Candidate(strategy=strategies[name]())
             with contextlib.suppress(Exception):  # comes up again, with its reason, when it is put on
-                candidate.helper = Background(options, candidate.outline(self._program))
-                candidate.helper.record()
-                self.named[name], self.known.helped[name] = candidate, False
+                helper = Background(options, candidate.outline(self._program))
+                helper.record()
+                candidate.refused = helper.refused
+                self.named[name], self._helpers[name], self.known.helped[name] = candidate, helper, False
 
     def compile_beside(self, name: str) -> None:
         """Start a helper; every process has its own, at the same step."""
@@ -134,34 +136,33 @@ class Candidates:
             from trainer.loops.processes import Agreement
 
             self._agreement = Agreement()
-        self._helper(name).start()
+        self._helpers[name].start()
 
     def try_next(self) -> None:
         """A step of eager begins: let a region be tried in it that the helper has compiled."""
         assert self.compiling is not None
         self._uncollected.close()  # what the last trial left costs this step
-        if self._trial is None and self._untried:
+        if self._untried:
             view, region = self.named[self.compiling].outline(self._program), self._untried.pop(0)
             self._trial = Trial(program=view, region=region, parity=self._parity)
-        if self._trial is not None:
-            switch_off(self._trial.program, self._trial.region, self._trial)
+            switch_off(view, region, self._trial)
             self._uncollected.enter_context(collected_later())
 
     def _judge(self, name: str) -> None:
         """A step of eager is over in which a region may have been tried."""
-        candidate, helper, trial = self.named[name], self._helper(name), self._trial
+        candidate, trial = self.named[name], self._trial
         if not self.trying:
             self.trying = True
             candidate.prepare(self._program, self._settings)
             everything = outermost(candidate.outline(self._program))
-            self._untried = [one for one in everything if one.path not in helper.refused]
+            self._untried = [one for one in everything if one.path not in candidate.refused]
         elif trial is not None:
             self._trial = None
             switch_off(trial.program, trial.region)
             candidate.vague |= trial.vague
             candidate.trial_seconds += trial.seconds
             if not trial.passed:
-                helper.refused[trial.region.path] = trial.failed or "it was not called in the step of its trial"
+                candidate.refused[trial.region.path] = trial.failed or "it was not called in the step of its trial"
         self._through = not self._untried
         self.trying = not self._through or self._agreement is not None  # where each waits for the others
 
@@ -172,7 +173,7 @@ class Candidates:
             self._stop_recording()
         if self.compiling is None:
             return False
-        candidate, helper = self.named[self.compiling], self._helper(self.compiling)
+        candidate, helper = self.named[self.compiling], self._helpers[self.compiling]
         imported = helper.imported()  # begins with the first region, while the helper compiles the others
         failed = helper.done and not helper.complete
         if helper.complete and imported and not self._through and (may_try or self.trying):
@@ -196,7 +197,7 @@ class Candidates:
             arm.not_ready = f"not compiled by the helper: {reason}" if failed else None
         if failed:
             self._program.notes.append(f"auto: the training continues without {self.compiling}: {reason}")
-        for region in outermost(self.named[self.compiling].outline(self._program)):
+        for region in outermost(candidate.outline(self._program)):
             if self._loop.anywhere(region.path in helper.refused):
                 helper.refused.setdefault(region.path, "it stays eager on another process")
         self.known.helped[self.compiling], self.compiling = not failed, None
@@ -207,26 +208,20 @@ class Candidates:
     def _stop_recording(self) -> None:
         self._recording = False
         for name in reversed(list(self.known.helped)):
-            helper = self._helper(name)
-            helper.stop_recording()
-            if self._loop.anywhere(not helper.recorded):
-                del self.known.helped[name]
-                self.named[name].helper = None
-                reason = next(iter(helper.refused.values()), "another process cannot describe it to its helper")
+            self._helpers[name].stop_recording()
+            if self._loop.anywhere(not self._helpers[name].calls):
+                del self.known.helped[name], self._helpers[name]
+                candidate = self.named[name]
+                reason = next(iter(candidate.refused.values()), "another process cannot describe it to its helper")
+                candidate.refused = {}
                 line = f"auto: {name} compiled in the foreground: {reason}"
-                self.named[name].outline(self._program).notes.append(line)
+                candidate.outline(self._program).notes.append(line)
         if not self.known.helped:
             release()
-
-    def _helper(self, name: str) -> Background:
-        helper = self.named[name].helper
-        assert helper is not None
-        return helper
 
     def close(self) -> None:
         """End the helper. May be called twice."""
         self.compiling = None
         self._uncollected.close()
-        for candidate in self.named.values():
-            if candidate.helper is not None:
-                candidate.helper.close()
+        for helper in self._helpers.values():
+            helper.close()

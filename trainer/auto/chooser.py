@@ -19,9 +19,8 @@ from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.modules import Auto
 from strategies.regions import uncompile
-from trainer.auto import EAGER, MARGIN, NEVER_WAITED, Ahead, Arm, Choice, Knowledge
+from trainer.auto import EAGER, MARGIN, NEVER_WAITED, Ahead, Arm, Choice, Knowledge, memory_of, program_facts
 from trainer.auto.candidates import Candidate, Candidates
-from trainer.auto.remembered import keep, memory_of, program_facts, recall
 from trainer.background import release
 from trainer.guards.compare import ParityError
 from trainer.guards.preflight import shapes_of
@@ -150,7 +149,7 @@ class Chooser:
                 "micro_batches": self._loop.micro_batches,
             }
             self._memory = memory_of(fingerprint_of(facts))
-            self._recalled = recall(self._memory, self._known)
+            self._recalled = self._known.recall(self._memory)
             # The first process decides: clocks and caches of the others may say something else.
             self._known, self._recalled = self._loop.broadcast((self._known, self._recalled))
             self._candidates.known = self._known
@@ -227,11 +226,8 @@ class Chooser:
         """Why nothing of what ``arm`` adds is compiled or captured any more."""
         program = self._program
         reasons = [reason for part, reason in program.eager_parts.items() if part not in self._eager_parts]
-        lost = arm.module != EAGER and not program.regions
-        if arm.captured and not program.captures_steps:
-            lost = True
-        lost = self._loop.anywhere(lost)
-        return next(iter(reasons), "nothing of it could be compiled") if lost else None
+        lost = (arm.module != EAGER and not program.regions) or (arm.captured and not program.captures_steps)
+        return next(iter(reasons), "nothing of it could be compiled") if self._loop.anywhere(lost) else None
 
     # ---- at the end of a step ------------------------------------------------------------------------------------
 
@@ -370,20 +366,16 @@ class Chooser:
         if len(tried) > 1:
             self._program.notes.append(choice.lines())
         self._program.report[self._auto.name] = asdict(choice)
-        self._compare()
-        if self._memory is not None and self._base.step_seconds is not None and self._loop.is_first_process:
-            not_kept = keep(self._memory, self._known)
-            if not_kept is not None:
-                self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
-        return self._strategies(self._best)
-
-    def _compare(self) -> None:
-        """Real steps of eager and of what was chosen, for the run's verdict."""
         eager, chosen = self._base.seconds, self._best.seconds
-        if self._best is not self._base and eager and chosen:
+        if self._best is not self._base and eager and chosen:  # real steps of both, for the run's verdict
             pairs = min(len(eager), len(chosen))
             sample = Sample(eager_seconds=eager[-pairs:], compiled_seconds=chosen[-pairs:])
             self._program.report["slowdown"] = {"before_the_first_step": asdict(sample)}
+        if self._memory is not None and self._base.step_seconds is not None and self._loop.is_first_process:
+            not_kept = self._known.keep(self._memory)
+            if not_kept is not None:
+                self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
+        return self._strategies(self._best)
 
     def _line(self) -> str:
         if self.choice.reason is not None:

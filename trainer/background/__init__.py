@@ -91,14 +91,13 @@ class Helper:
         for line in lines:
             with contextlib.suppress(ValueError):  # what else some library prints
                 found.append(json.loads(line))
-        code = self._process.returncode  # who is killed has no last word
-        reason = f"the helper ended with code {code}{self._last_words() if code >= 0 else ''}" if ended else None
-        return found, reason
-
-    def _last_words(self) -> str:
+        if not ended:
+            return found, None
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1][:200]}" if lines else ""
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        code = self._process.returncode
+        last = f": {said[-1][:200]}" if said and code >= 0 else ""  # who is killed has no last word
+        return found, f"the helper ended with code {code}{last}"
 
     def end(self, *, at_once: bool = False) -> None:
         """Let it end its workers and itself; ``at_once``: kill it, where it may be past reading that it is to end."""
@@ -121,13 +120,6 @@ class Helper:
 _early: list[Helper] = []
 
 
-def options_for(strategies: Iterable[Strategy]) -> Options | None:
-    """How a helper may compile for ``strategies`` on this machine; None where none will."""
-    given = list(strategies)
-    known = all(one.name in TOGETHER or one.chooser is not None for one in given)
-    return next((one.helper for one in given if isinstance(one.helper, Options)), None) if known else None
-
-
 def start_early(options: Options | None) -> None:
     """Start the helper that is going to be needed, if there is none."""
     if options is not None and not (_early and _early[0].serves(options.max_host_gib)):
@@ -138,8 +130,11 @@ def start_early(options: Options | None) -> None:
 
 @contextlib.contextmanager
 def early(strategies: Iterable[Strategy]) -> Iterator[None]:
-    """Inside, a helper for ``strategies`` waits to be taken; one that nobody has taken ends with it."""
-    start_early(options_for(strategies))
+    """Inside, a helper waits to be taken, where ``strategies`` and this machine have use for one; one that nobody has
+    taken ends with it."""
+    given = list(strategies)
+    if all(one.name in TOGETHER or one.chooser is not None for one in given):
+        start_early(next((one.helper for one in given if isinstance(one.helper, Options)), None))
     try:
         yield
     finally:

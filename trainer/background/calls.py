@@ -45,9 +45,11 @@ class Background:
         """Whether an earlier run left what it compiled, so that all is ready and no helper is needed."""
         self.gates: dict[str, Gate] = {}
         """Where ``by_shape``: the calls of the regions by their paths."""
-        self._calls: dict[Key, Call] = {}
-        self._before: dict[str, Callable[..., Any] | None] = {}
-        self._missing: set[str] = set()
+        self.calls: dict[Key, Call] = {}
+        """What the helper can compile; of regions, and what else is put there."""
+        self._missing: dict[str, Callable[..., Any] | None] = {}
+        """Regions that were not called yet since they are recorded, with what called them before."""
+        self._recorded = False
         self._ready: set[Key] = set()
         self.failed: str | None = None
         """Why nothing more will become ready, if so."""
@@ -78,34 +80,27 @@ class Background:
         except OSError as error:
             self._fail(f"no helper could be started: {error}")
             return
-        if not self._before:
+        if not self._recorded:
             self.record()
 
     def record(self) -> None:
         """Keep what the regions are called with next, in a step that no graph stands for; ``start`` may come later."""
+        self._recorded = True
         for region in self._outer:
-            module = region.module
-            self._before[region.path] = module._compiled_call_impl
             if self.by_shape:
-                self.gates[region.path] = gate = Gate(module, functools.partial(self._keep, region))
+                self.gates[region.path] = gate = Gate(region.module, functools.partial(self._keep, region))
                 switch_off(self._program, region, gate)
             else:
-                self._missing.add(region.path)
+                self._missing[region.path] = region.module._compiled_call_impl
                 switch_off(self._program, region, self._recorder(region))
 
     def stop_recording(self) -> None:
         """One step has been taken: what was not called in it is left out."""
         for region in self._outer:
             if region.path in self._missing:
-                switch_off(self._program, region, self._before[region.path])
+                switch_off(self._program, region, self._missing.pop(region.path))
                 if not self.done:
                     self.refused[region.path] = "it was not called in the first step"
-        self._missing.clear()
-
-    @property
-    def recorded(self) -> bool:
-        """Whether there is something that a helper could compile."""
-        return bool(self._calls)
 
     @property
     def complete(self) -> bool:
@@ -115,7 +110,7 @@ class Background:
     @property
     def _open(self) -> list[Key]:
         """What the helper has not answered."""
-        return [key for key in self._calls if key not in self._ready and key[0] not in self.refused]
+        return [key for key in self.calls if key not in self._ready and key[0] not in self.refused]
 
     def imported(self, *, wait: bool = False) -> bool:
         """Whether Inductor is imported, by a thread beside the training that begins once something is ready."""
@@ -128,29 +123,23 @@ class Background:
         return not self._importing.is_alive()
 
     def _recorder(self, region: Region) -> Callable[..., Any]:
-        module, before = region.module, self._before[region.path]
+        module, before = region.module, self._missing[region.path]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if region.path in self._missing and module.training:
-                self._missing.discard(region.path)
-                module._compiled_call_impl = before
+                module._compiled_call_impl = self._missing.pop(region.path)
                 self._keep(region, 0, args, kwargs)
             return (before or module._call_impl)(*args, **kwargs)
 
         padding = self._program.padding  # what marks inputs does it here as it will when they are compiled
         return call if padding is None or padding.around_region is None else padding.around_region(call)
 
-    def keep(self, call: Call) -> None:
-        """Let the helper compile ``call`` as well."""
-        self._calls[call.path, call.number] = call
-
     def _keep(self, region: Region, number: int, args: Any, kwargs: Any) -> None:
         """Keep a call under way, the first one with inputs of these shapes."""
         module = region.module
         own, module._compiled_call_impl = module._compiled_call_impl, None
         try:
-            call = call_of(region.path, module, region.arguments, args, kwargs, number)
-            self._calls[region.path, number] = call
+            self.calls[region.path, number] = call_of(region.path, module, region.arguments, args, kwargs, number)
         except Exception as error:  # anything that a user's object raises when it is pickled
             self.refused[region.path] = f"it cannot be described to the helper: {one_line(error)}"
         finally:
@@ -163,10 +152,10 @@ class Background:
         never waits."""
         if self.warm:
             numbers = {one.path: len(self.gates[one.path].numbers) if self.by_shape else 1 for one in self._outer}
-            return {(path, number) for path, count in numbers.items() for number in range(count)} | self._calls.keys()
+            return {(path, number) for path, count in numbers.items() for number in range(count)} | self.calls.keys()
         if not self.done:
             self._read()
-            unsent = [call for key, call in self._calls.items() if key not in self._sent]
+            unsent = [call for key, call in self.calls.items() if key not in self._sent]
             if not self.done and (unsent or (self.refused and not self._sent)):
                 self._send(unsent)
         return set(self._ready)
@@ -182,7 +171,7 @@ class Background:
         order = [one.path for one in self._outer]
         calls.sort(key=lambda call: (call.number, order.index(call.path) if call.path in order else len(order)))
         try:
-            main = main_script() if any(call.needs_main for call in calls) else None
+            main = main_script() if any(b"__main__" in call.pickled for call in calls) else None
             assert self._program.device is not None
             loop, chosen = self._program.loop, any(one.chooser for one in self._program.strategies)
             request = Request(
@@ -206,7 +195,19 @@ class Background:
             return
         messages, ended = self._helper.messages()
         for message in messages:
-            self._receive(message)
+            if not isinstance(message, dict):
+                continue
+            if message.keys() & {"ready", "refused"}:
+                self.seconds = time.perf_counter() - self._began
+            if "ready" in message:
+                self._ready.add((message["ready"], message.get("number", 0)))
+            elif "refused" in message:
+                self.refused[message["refused"]] = message["reason"]
+            elif "modules" in message:
+                self.modules += message["modules"]
+            elif "done" in message and not self.by_shape:  # else other shapes may come
+                self.done = True
+                self._end()
         if self.done:
             return
         if ended is not None:
@@ -216,23 +217,8 @@ class Background:
             self._helper = None
             self._fail(f"the helper took longer than {self._options.timeout_seconds:.0f} s")
 
-    def _receive(self, message: Any) -> None:
-        if not isinstance(message, dict):
-            return
-        if message.keys() & {"ready", "refused"}:
-            self.seconds = time.perf_counter() - self._began
-        if "ready" in message:
-            self._ready.add((message["ready"], message.get("number", 0)))
-        elif "refused" in message:
-            self.refused[message["refused"]] = message["reason"]
-        elif "modules" in message:
-            self.modules += message["modules"]
-        elif "done" in message and not self.by_shape:  # else other shapes may come
-            self.done = True
-            self._end()
-
     def _fail(self, reason: str) -> None:
-        self.failed, self.done = reason, True
+        self.failed = reason
         self.close()
 
     # ---- the end ---------------------------------------------------------------------------------------------------

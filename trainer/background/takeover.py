@@ -80,7 +80,7 @@ class Takeover:
         self._update: UpdateTakeover | None = None
         self._waited: dict[str, int] = {}
         self._imported = False
-        self._between_steps, self._began = True, False
+        self._between_steps = False  # so that the first step is begun in eager
         self.over = False
         """Whether nothing will be switched any more."""
         self.vague = False
@@ -89,8 +89,7 @@ class Takeover:
         self._laps: dict[str, list[float]] = {"eager": [], "switching": []}
         self._last = 0.0
         self._agreement: Agreement | None = None
-        self._agreed: tuple[int, ...] | None = None
-        self._asked = False
+        self._agreed: list[int] | None = None
 
     def start(self) -> None:
         """Training begins, in eager; every process has a helper of its own, because device numbers are part of keys."""
@@ -105,9 +104,8 @@ class Takeover:
             self._agreement = Agreement()
         for strategy in self._program.strategies:
             if isinstance(strategy, Optimizer):
-                keep, compares = self.helper.keep, self._parity != "off"
-                self._update = UpdateTakeover(strategy, self._program, keep, compares=compares)
-                self._update.record()
+                calls, compares = self.helper.calls, self._parity != "off"
+                self._update = UpdateTakeover(strategy, self._program, calls, compares=compares)
         self.helper.start()
         how = "come from an earlier run's cache" if self.helper.warm else "are compiled by another process"
         self._program.notes.append(f"background: eager at first; {len(self._outer)} regions {how} and take over")
@@ -125,11 +123,15 @@ class Takeover:
         self._between_steps = False
         self._uncollected.close()  # what the last trial left costs this step
         due = self._options.at_step
-        if not self._began or (due is not None and self._loop.steps_done + 2 < due):
-            return
         if due is not None:
+            if self._loop.steps_done + 2 < due:
+                return
             self.helper.wait()
-        known = self.helper.ready() if self._import(wait=due is not None) else set()
+        if not self._imported and self.helper.imported(wait=due is not None):
+            self._imported = True
+            embeddings = self._program.eager_embeddings
+            self._settings.enter_context(compiler_settings(self._program.settings, eager_embeddings=embeddings))
+        known = self.helper.ready() if self._imported else set()
         if self.helper.by_shape:
             self._try_shapes(known)
         elif (region := self._next({path for path, _ in known})) is not None:
@@ -152,7 +154,7 @@ class Takeover:
                     self._take(key)
                 elif self._trial is None:
                     self._trial = gate.trials[number] = Trial(
-                        program=self._program, region=region, parity=self._parity, gate=gate, number=number
+                        program=self._program, region=region, parity=self._parity, gate=gate, shapes=shapes
                     )
 
     def _take(self, key: Key) -> None:
@@ -166,10 +168,10 @@ class Takeover:
         if self._agreement is not None:
             settled = [one not in self._pending or one.path in known for one in self._outer] + [False]
             left = [one.path in self._program.eager_parts for one in self._outer]
-            answer = self._agreement.exchange(len(settled) - settled.index(False), self._waits, *left)
-            if self._asked:  # what comes back is of the step before, and nothing at first
+            behind = len(settled) - settled.index(False)
+            asked, *answer = self._agreement.exchange(True, behind, self._waits, *left)
+            if asked:  # what comes back is of the step before, and nothing at first
                 self._agreed = answer
-            self._asked = True
             for region, elsewhere in zip(self._outer, answer[2:], strict=True):
                 if elsewhere and region.path not in self._program.eager_parts:
                     self._leave(region, "it stays eager on another process")
@@ -182,7 +184,7 @@ class Takeover:
         self._telemetry.disturb()
         if not stepped:
             return
-        self._between_steps, self._began = True, True
+        self._between_steps = True
         self._time()
         for path, gate in self.helper.gates.items():
             if self._batch not in self._shapes:
@@ -222,22 +224,12 @@ class Takeover:
         complete = 0 < expected <= len(self._shapes)
         return complete or self._loop.steps_done - self._new_at >= NO_NEW_SHAPE
 
-    def _import(self, *, wait: bool) -> bool:
-        """Whether Inductor is imported and set up."""
-        if self._imported or not self.helper.imported(wait=wait):
-            return self._imported
-        self._settings.enter_context(
-            compiler_settings(self._program.settings, eager_embeddings=self._program.eager_embeddings)
-        )
-        self._imported = True
-        return True
-
     def _judge(self, trial: Trial) -> None:
         region, gate = trial.region, trial.gate
         if gate is None:
             switch_off(self._program, region)
         else:
-            gate.trials.pop(trial.number, None)
+            gate.trials.pop(gate.numbers[trial.shapes], None)
         if not trial.over:
             self._waited[region.path] = waited = self._waited.get(region.path, 0) + 1
             if waited >= CHANCES:
@@ -250,7 +242,7 @@ class Takeover:
         step = self._loop.steps_done + 1
         if gate is not None:
             self._tried.add((region.kind, trial.shapes))
-            self._take((region.path, trial.number))
+            self._take((region.path, gate.numbers[trial.shapes]))
             if region not in self._pending:
                 return
         self._pending.remove(region)
@@ -275,7 +267,6 @@ class Takeover:
         if region in self._pending:
             self._pending.remove(region)
         self._switched.pop(region.path, None)
-        switch_off(self._program, region)
         if reason not in self._program.eager_parts.values():
             rank_zero_warn(f"compile.background: the run continues in eager: {region.path}: {reason}")
         give_up(self._program, [region, *self._inside(region)], reason)
@@ -331,7 +322,6 @@ class Takeover:
             self.over = True
             if self._update is not None:
                 self._update.leave("the run ended before it was compiled")
-            for region in list(self._pending):
-                switch_off(self._program, region)
+            for region in self._pending:
                 give_up(self._program, [region, *self._inside(region)], "the run ended before it was compiled")
         self._report()

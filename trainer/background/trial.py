@@ -32,25 +32,18 @@ class Trial:
     parity: str
     """``off``, ``on`` or ``strict``; with ``off`` it only has to run."""
     gate: Gate | None = None
-    """Through which the region is called, where it takes over shape by shape."""
-    number: int = 0
-    """Of these shapes."""
+    """Through which the region is called, with inputs of these ``shapes``, where it takes over shape by shape."""
+    shapes: Any = None
     failed: str | None = None
     """Why the region stays eager."""
     passed: bool = False
     vague: bool = False
     """Whether the comparison could say nothing."""
     seconds: float = 0.0
-    """That it took."""
 
     @property
     def over(self) -> bool:
         return self.passed or self.failed is not None
-
-    @property
-    def shapes(self) -> Any:
-        """Those of the inputs."""
-        return None if self.gate is None else next(k for k, v in self.gate.numbers.items() if v == self.number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Eager's own call; before it, the trial, at the first one that trains."""

@@ -11,7 +11,7 @@ import copy
 import functools
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,26 +98,24 @@ class UpdateTakeover:
     """Of the strategy ``optimizer`` in one training: ``advance`` after each step, until ``over``.
 
     Args:
-        keep: Takes what the helper is to compile.
+        calls: Those of ``calls.Background``; takes what the helper is to compile of each optimizer.
         compares: Whether the update is compared with torch's own step.
     """
 
-    def __init__(self, strategy: Optimizer, program: Program, keep: Callable[[Call], None], *, compares: bool) -> None:
-        self._strategy, self._program, self._keep, self._compares = strategy, program, keep, compares
+    def __init__(
+        self, strategy: Optimizer, program: Program, calls: dict[tuple[str, int], Call], *, compares: bool
+    ) -> None:
+        self._strategy, self._program, self._calls, self._compares = strategy, program, calls, compares
         self._paths = {f"<optimizer {number}>": one for number, one in enumerate(program.optimizers)}
         """Under which the helper knows them."""
-        self._calls: dict[str, Call] = {}
         self._hooks: dict[str, Any] = {}
         self._shadows: dict[str, Shadow] = {}
         self._pieces: Iterator[None] | None = None
         self.over = not self._paths
         """Whether it is in place, or stays eager."""
-
-    def record(self) -> None:
-        """Describe each optimizer after its first step, when gradients are there."""
-        places = places_of(self._program)
-        for path, optimizer in self._paths.items():
-            reason = reason_for_eager(optimizer, self._program)
+        places = places_of(program)
+        for path, optimizer in self._paths.items():  # each is described after its first step, when gradients are there
+            reason = reason_for_eager(optimizer, program)
             if reason is None and formula_of(optimizer) is None:
                 reason = "only what is computed by formulas (Adam, AdamW, SGD) is compiled in the background"
             if reason is not None:
@@ -132,8 +130,7 @@ class UpdateTakeover:
         except Exception as error:  # anything that a user's object raises when it is pickled
             self.leave(f"it cannot be described to the helper: {one_line(error)}")
             return
-        self._calls[path] = Call(path=path, arguments={}, pickled=described, autocast={})
-        self._keep(self._calls[path])
+        self._calls[path, 0] = Call(path=path, arguments={}, pickled=described, autocast={})
 
     def advance(self, ready: set[str], refused: Mapping[str, str], failed: str | None) -> None:
         """Between two steps, regions have taken over: try the next piece."""
@@ -152,8 +149,8 @@ class UpdateTakeover:
                 self.leave(one_line(error))
 
     def _all_pieces(self) -> Iterator[None]:
-        for path, call in self._calls.items():
-            self._shadows[path] = shadow = Shadow(call.pickled)
+        for path in self._paths:
+            self._shadows[path] = shadow = Shadow(self._calls[path, 0].pickled)
             yield
             yield from shadow.pieces()
             if self._compares and (complaint := shadow.complaint()):

@@ -39,11 +39,6 @@ class Call:
     autocast: dict[str, tuple[bool, torch.dtype]]
     """By type of device."""
 
-    @property
-    def needs_main(self) -> bool:
-        """Whether it refers to what the user's script defines."""
-        return b"__main__" in self.pickled
-
 
 @dataclass(slots=True, kw_only=True)
 class Request:
