@@ -36,9 +36,6 @@ from trainer.telemetry.meter import Counts
 from trainer.telemetry.record import FILE_NAME, RunRecord
 from trainer.telemetry.telemetry import BatchCounter
 
-MACHINE_OPTIONS = ("accelerator", "devices", "strategy", "precision")
-"""Options of ``TrainerConfig`` that a machine may not have, in the order in which Lightning needs them."""
-
 
 def compile_callback(config: Config, record: RunRecord) -> Compile:
     """The callback that applies the strategies and measures a training, with what the task declares."""
@@ -130,7 +127,8 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
             trainer = L.Trainer(**arguments, strategy=_strategy(config, "ddp"))
     except Exception as error:
         given: dict[str, Any] = {}
-        for name in MACHINE_OPTIONS:  # the first one that Lightning does not take beside those before it
+        # What a machine may not have: the first one that Lightning does not take beside those before it, in its order.
+        for name in ("accelerator", "devices", "strategy", "precision"):
             value = getattr(settings, name)
             given[name] = _strategy(config, value) if name == "strategy" else 1 if value is None else value
             try:

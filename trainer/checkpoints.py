@@ -145,7 +145,13 @@ class Checkpoints(L.Callback):
             return
         self._step = step
         self._stop.in_training = True  # a signal before this stops at once: nothing is trained that could be lost
-        stop = self._asked_to_stop()
+        stop = self._stop.signum is not None
+        if self._agreement is not None:
+            # Processes see a signal at different steps: all stop a step after the first one, at the same one.
+            (signum,) = self._agreement.exchange(self._stop.signum or 0)
+            stop = signum > 0
+            if stop:  # else one that has come in between stays, for the next time
+                self._stop.signum = signum
         ends = step == trainer.max_steps
         if ends or step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self._check(everything=ends)
@@ -185,14 +191,6 @@ class Checkpoints(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the random states for ``on_train_start``: building the loaders in between may draw numbers."""
         self._restored = state_dict.get("ranks", [state_dict])  # earlier versions kept one process's
-
-    def _asked_to_stop(self) -> bool:
-        """Whether this process or, a step ago, any of them was: they see a signal at different steps and leave at the
-        same one."""
-        if self._agreement is None:
-            return self._stop.signum is not None
-        (signum,) = self._agreement.exchange(self._stop.signum or 0)
-        return self._stop.take_over(signum)
 
 
 def random_states() -> dict[str, Any]:

@@ -66,7 +66,6 @@ GROUPS = {
     "experiment": "a named workload: task, sizes and lengths together",
     "arms": "what a sweep compares, -m arms=static: lists of strategies, peers",
 }
-"""Meaning of each group of options."""
 
 
 def main() -> None:

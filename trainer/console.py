@@ -63,7 +63,8 @@ class ProgressView:
         self._telemetry = telemetry
         self._print_line = print_line or functools.partial(console.print, highlight=False, soft_wrap=True)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="progress", daemon=True)
+        show = self._plain if self._style == "plain" else self._live
+        self._thread = threading.Thread(target=show, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
         if self._style != "none":
@@ -75,10 +76,7 @@ class ProgressView:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _loop(self) -> None:
-        if self._style == "plain":
-            self._plain()
-            return
+    def _live(self) -> None:
         columns = (
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=8),

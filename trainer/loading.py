@@ -47,8 +47,6 @@ def pad_loaders(trainer: L.Trainer, program: Program) -> None:
     if not isinstance(hook, LoaderPadder):
         hook = LoaderPadder(trainer, hook)
         trainer.strategy.process_dataloader = hook  # type: ignore[method-assign]
-        hook.watch_batches()
-        hook.watch_loaders()
     hook.begin(program)
 
 
@@ -59,6 +57,20 @@ class LoaderPadder:
 
     def __init__(self, trainer: L.Trainer, process: Any) -> None:
         self._trainer, self._process = trainer, process
+        to_device, setup_data = trainer.strategy.batch_to_device, trainer.fit_loop.setup_data
+
+        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
+            batch = to_device(*args, **kwargs)
+            if self.padding.observe is not None:
+                self.padding.observe(batch)
+            return batch
+
+        def setting_up() -> None:
+            self._several = False  # Lightning or its learning rate finder may set up the first loader again
+            setup_data()
+
+        trainer.strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
+        trainer.fit_loop.setup_data = setting_up  # type: ignore[method-assign]
 
     def begin(self, program: Program) -> None:
         """A stage begins under ``program``; a training chooses its edges anew, what follows it keeps them."""
@@ -72,28 +84,6 @@ class LoaderPadder:
     def padding(self) -> Padding:
         assert self.program.padding is not None
         return self.program.padding
-
-    def watch_batches(self) -> None:
-        """Show every batch to ``padding.observe`` once it is on its device."""
-        to_device = self._trainer.strategy.batch_to_device
-
-        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
-            batch = to_device(*args, **kwargs)
-            if self.padding.observe is not None:
-                self.padding.observe(batch)
-            return batch
-
-        self._trainer.strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
-
-    def watch_loaders(self) -> None:
-        """Know a second training loader from the first one that Lightning or its learning rate finder sets up again."""
-        setup_data = self._trainer.fit_loop.setup_data
-
-        def setting_up() -> None:
-            self._several = False
-            setup_data()
-
-        self._trainer.fit_loop.setup_data = setting_up  # type: ignore[method-assign]
 
     def __call__(self, loader: object) -> object:
         """Pad one loader of the stage that is being set up. Raises ValueError when that cannot be done."""
@@ -110,7 +100,9 @@ class LoaderPadder:
             return self._process(self._bucketed(loader))
         if not padding.edges:
             self._find_edges(loader)
-        return self._process(self._evaluated(loader))
+        sizes = {*padding.validation_batch_sizes, *evaluation_sizes(loader, self._trainer.limit_val_batches)}
+        padding.validation_batch_sizes = tuple(sorted(sizes, reverse=True))
+        return self._process(self._padded(loader, "validation"))
 
     def _find_edges(self, loader: DataLoader[Any]) -> None:
         """Edges come from the training data; without any (``trainer.validate``), from the data at hand."""
@@ -132,11 +124,6 @@ class LoaderPadder:
         collate = PaddingCollate(loader.collate_fn, self.padding)
         self._collates[kind].append(collate)
         return with_collate(loader, collate)
-
-    def _evaluated(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        sizes = {*self.padding.validation_batch_sizes, *evaluation_sizes(loader, self._trainer.limit_val_batches)}
-        self.padding.validation_batch_sizes = tuple(sorted(sizes, reverse=True))
-        return self._padded(loader, "validation")
 
     def _bucketed(self, loader: DataLoader[Any]) -> BucketLoader:
         trainer, padding = self._trainer, self.padding

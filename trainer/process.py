@@ -71,38 +71,22 @@ def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Let signals wait while torch is imported.
+    """Let signals wait while torch is imported, and import without Python's garbage collector.
 
     An exception in the middle of that import is swallowed by a library, leaves a module half there, or meets C++ that
-    ends the process by SIGABRT (seen at ``torch.distributed``).
+    ends the process by SIGABRT (seen at ``torch.distributed``). The collector takes a fifth of the time: it visits
+    again and again what stays for good, and later in full collections while training.
+    https://docs.python.org/3/library/gc.html#gc.freeze
     """
-    with signals_wait(), uncollected():
-        yield
-
-
-@contextlib.contextmanager
-def signals_wait() -> Iterator[None]:
-    """Inside, the system holds back signals that stop a run; they then do what they did before."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, present_handlers())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Import without Python's garbage collector, which takes a fifth of the time: it visits again and again what stays
-    for good, and later in full collections while training. https://docs.python.org/3/library/gc.html#gc.freeze"""
-    if not gc.isenabled():
-        yield
-        return
+    before, collects = signal.pthread_sigmask(signal.SIG_BLOCK, present_handlers()), gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        if collects:
+            gc.freeze()
+            gc.enable()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def signal_at_end_of_parent(signum: int) -> None:
@@ -152,12 +136,6 @@ class StopRequest:
         """Raise Interrupted where a signal came and its exception was swallowed, as in a finalizer."""
         if self.signum is not None:
             raise Interrupted(self.signum)
-
-    def take_over(self, signum: int) -> bool:
-        """Whether a process was asked to stop by ``signum``; 0 for none."""
-        if signum:  # else one that has come in between stays, for the next time
-            self.signum = signum
-        return bool(signum)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -251,15 +229,11 @@ def _flush_files() -> None:
                 one.close()
 
 
-LIGHTNING_LOGGERS = {
-    "lightning.pytorch": logging.WARNING,
-    "lightning.fabric": logging.WARNING,
-}
-"""How quiet they are in a run: its heading says more than banners and tips."""
+LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")
+"""Quiet in a run: its heading says more than banners and tips."""
 
 
 PACKAGES = tuple(f"{os.path.dirname(os.path.dirname(__file__))}/{name}/" for name in ("strategies", "tasks", "trainer"))
-"""Folders of our code."""
 
 
 @contextlib.contextmanager
@@ -277,8 +251,8 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
         return f"warning: {message}\n" if file.startswith(PACKAGES) else formatted(message, category, file, *place)
 
     torch.set_float32_matmul_precision(config.matmul_precision)
-    for name, level in LIGHTNING_LOGGERS.items():
-        logging.getLogger(name).setLevel(level)
+    for name in LIGHTNING_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             # Lightning's advice (more workers, a smaller logging interval) concerns choices made here on purpose.

@@ -88,10 +88,10 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         until_watched.append(functools.partial(signal_at_end_of_parent, 0))
     elif several:
         keeper = _keeper(run_dir / FILE_NAME)
-    refused = False
+    stop, refused = StopRequest(console.print), False
     ended: SystemExit | None = None
     try:
-        with process_settings(config.trainer), StopRequest(console.print) as stop:
+        with process_settings(config.trainer), stop:
             job.go(stop)
             job.leave()
             record.status = "interrupted" if stop.signum else "finished"
@@ -104,7 +104,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
                 record.status, record.reason = said.status, f"{said.reason}{AND_SO}"
     except Exception as error:
         cause = job.cause(error)
-        stopped = job.stopping or getattr(cause, "signum", None)
+        stopped = stop.signum or getattr(cause, "signum", None)
         # What breaks while everything stops is part of stopping; a loss is not.
         if stopped and not isinstance(error, NonFiniteLoss):
             record.status, record.signal, record.reason = "interrupted", stopped, one_line(cause)
@@ -161,7 +161,7 @@ def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> 
         from trainer.peers import Peering
 
         return Peering(config, record, run_dir, console)
-    return Training(config, record, run_dir, console)
+    return Job(config, record, run_dir, console)
 
 
 def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch: Launch | None) -> None:
@@ -247,17 +247,11 @@ def _fresh_store(launch: Launch, agents: Any) -> Any:
 
 
 class Job:
-    """The parts of one run, built by ``go`` in the order in which a user's mistakes are cheapest to find."""
+    """The parts of one training, built by ``go`` in the order in which a user's mistakes are cheapest to find."""
 
     def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
         self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
         self._compile: Compile | None = None
-        self._stop: StopRequest | None = None
-
-    @property
-    def stopping(self) -> int | None:
-        """The signal that asked the run to stop, if one did."""
-        return None if self._stop is None else self._stop.signum
 
     @property
     def started(self) -> bool:
@@ -266,10 +260,6 @@ class Job:
     def cause(self, error: BaseException) -> BaseException:
         """What is behind ``error``: perhaps another process, which has failed."""
         return error if self._compile is None or self._compile.failed_by is None else self._compile.failed_by
-
-    def go(self, stop: StopRequest) -> None:
-        """Build everything and run to the end, to an error or to a stop."""
-        raise NotImplementedError
 
     def leave(self) -> None:
         """Wait until the other processes have ended as well. Raises RankFailed where one of them fails at that."""
@@ -282,19 +272,13 @@ class Job:
         if self._compile is not None:
             self._compile.close_pages(summary)
 
-
-class Training(Job):
-    """The parts of one training."""
-
     def go(self, stop: StopRequest) -> None:
         """Build everything and train to the end, to an error or to a stop."""
         config, record = self._config, self._record
-        self._stop = stop
         checkpoint, saved = self._checkpoint()
-        self._compile = compile_callback(config, record)
+        self._compile = compile_ = compile_callback(config, record)
         L.seed_everything(config.seed, verbose=False)
         every = config.trainer.checkpoint_every_n_steps
-        compile_ = self._compile
         losses = FiniteLosses(config.on_nonfinite_loss, lambda: compile_.telemetry, record.notes.append)
         checkpoints = Checkpoints(
             self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None, losses=losses

@@ -16,15 +16,8 @@ from trainer.guards import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
 from trainer.telemetry import PROFILE
 
 PRECISIONS = (
-    "auto",
-    "32-true",
-    "bf16-mixed",
-    "16-mixed",
-    "bf16-true",
-    "16-true",
-    "64-true",
-    "transformer-engine",
-    "transformer-engine-float16",
+    *("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
+    *("transformer-engine", "transformer-engine-float16"),
 )
 PROGRESS = ("auto", "live", "plain", "none")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
@@ -129,18 +122,11 @@ class TrainerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RunMode:
-    """Base of what can be done with a task."""
-
-    name: ClassVar[str] = "run"
-    """Value of ``run=`` and of ``RunRecord.run``."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Train(RunMode):
+class Train:
     """Train the task, with validations and checkpoints; how long is for ``trainer`` to say."""
 
     name: ClassVar[str] = "train"
+    """Value of ``run=`` and of ``RunRecord.run``."""
 
 
 PEER = "peer"
@@ -162,7 +148,7 @@ PEERS_REQUIRE: dict[str, tuple[object, ...]] = {
 
 
 @dataclass(kw_only=True, slots=True)
-class Peer(RunMode):
+class Peer(Train):
     """Train the task as people do without this project, measured by the same code."""
 
     name: ClassVar[str] = PEER
@@ -180,8 +166,7 @@ class Peer(RunMode):
             raise ValueError("\n".join(complaints))
 
 
-RUN_MODES: dict[str, type[RunMode]] = {mode.name: mode for mode in (Train, Peer)}
-"""What ``run=`` takes."""
+RUN_MODES: dict[str, type[Train]] = {mode.name: mode for mode in (Train, Peer)}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -190,7 +175,7 @@ class Config:
 
     task: Task
     """What is learned."""
-    run: RunMode = field(default_factory=Train)
+    run: Train = field(default_factory=Train)
     """Whether we train it, or a peer does."""
     compile: dict[str, Strategy] = field(default_factory=dict)
     """Strategies by name; empty is eager."""

@@ -27,28 +27,19 @@ __all__ = list(HOMES)
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    refuse_hidden_packages("trainer", "strategies", "tasks", HOMES[name].partition(".")[0])
+    for package in ("trainer", "strategies", "tasks", HOMES[name].partition(".")[0]):
+        spec = importlib.util.find_spec(package)  # as Python would find it, without running it
+        if spec is None:
+            raise ImportError(
+                f"crucible: its package {package!r} is not installed: pip install -e . in crucible's checkout"
+            )
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        if not any((folder / OURS[package]).is_file() for folder in folders):
+            where = spec.origin or folders[0]
+            raise ImportError(f"crucible: {where} hides crucible's own package {package!r}: rename that file or folder")
     found = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
     return found
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def refuse_hidden_packages(*names: str) -> None:
-    """Find our packages as Python would, without running what it finds.
-
-    Raises:
-        ImportError: A file or folder of the user's has the name of one of them and is found first.
-    """
-    for name in names:
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            raise ImportError(
-                f"crucible: its package {name!r} is not installed: pip install -e . in crucible's checkout"
-            )
-        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-        if not any((folder / OURS[name]).is_file() for folder in folders):
-            where = spec.origin or folders[0]
-            raise ImportError(f"crucible: {where} hides crucible's own package {name!r}: rename that file or folder")

@@ -46,7 +46,7 @@ LIBRARIES = ("lightning", "accelerate", "transformers")
 
 
 class Peering(Job):
-    """The parts of one peer's training: the counterpart of ``trainer.run.Training``."""
+    """The parts of one peer's training."""
 
     _telemetry: Telemetry | None = None
 
@@ -61,7 +61,6 @@ class Peering(Job):
         """
         config, record, mode = self._config, self._record, self._config.run
         assert isinstance(mode, Peer)
-        self._stop = stop
         mark(record, mode, config)
         record.device, record.precision = device_name(device_of(config.trainer)), resolve_precision(config.trainer)
         announce(self._console, record, self._run_dir)
