@@ -114,7 +114,7 @@ class Slowdown:
 
     def check(self) -> None:
         """After an optimizer step at which the telemetry has read its clock: are there enough steady steps?"""
-        if self._planned or not self._loop.everywhere(self._telemetry.meter.steady.steps >= STEADY_STEPS):
+        if self._planned or not self._loop.everywhere(len(self._telemetry.meter.steady.seconds) >= STEADY_STEPS):
             return
         self._planned = True
         # There, eager that needs more memory than one of the devices has would end the run. So it is tried only under

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -120,19 +121,18 @@ class CompilerMonitor:
         now = self._read_counters()
         delta = {name: value - self._counters[name] for name, value in now.items()}
         hits, misses = delta["fxgraph_cache_hit"], delta["fxgraph_cache_miss"]
+        anew = misses + delta["fxgraph_cache_bypass"]
+        kinds = Counter(event.kind for event in self.events)
         return CompilerFigures(
             compile_seconds=self.compile_seconds if self.compilations else None,
             graphs=delta["unique_graphs"],
-            graph_breaks=self.count("graph_break"),
-            recompiles=self.count("recompile"),
+            graph_breaks=kinds["graph_break"],
+            recompiles=kinds["recompile"],
             cudagraph_skips=delta["cudagraph_skips"],
             cache_hits=hits if hits + misses else None,
             cache_misses=misses if hits + misses else None,
-            cache=_cache_word(hits, misses + delta["fxgraph_cache_bypass"]),
+            cache="mixed" if hits and anew else "warm" if hits else "cold" if anew else None,
         )
-
-    def count(self, kind: str) -> int:
-        return sum(event.kind == kind for event in self.events)
 
     def compiled(self, module: nn.Module) -> bool:
         """Whether this process holds code that was compiled while ``module``, or another of its class, was called."""
@@ -154,8 +154,7 @@ class CompilerMonitor:
             if metric.recompile_reason:
                 reason += f"; the guard that failed last: {metric.recompile_reason.strip()}"
             if metric.fail_type == "FailOnRecompileLimitHit" or "recompile limit exceeded" in reason:
-                limited = dict.fromkeys(self._under.get(frame, ()), metric.recompile_reason or "")
-                self.beyond_limit.update(limited)
+                self.beyond_limit |= dict.fromkeys(self._under.get(frame, ()), metric.recompile_reason or "")
             return [self._event("fallback", reason, where)]
         if metric.recompile_reason and metric.has_guarded_code:
             reads = innermost(lines_of_stack(metric.recompile_reason))
@@ -189,12 +188,6 @@ def _regions_under_way() -> set[type[nn.Module]]:
     calls = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is _MODULE_CALL)
     modules = [frame.f_locals["self"] for frame in calls]
     return {type(module) for module in modules if module._compiled_call_impl is not None}
-
-
-def _cache_word(hits: int, misses: int) -> str | None:
-    if hits and misses:
-        return "mixed"
-    return "warm" if hits else "cold" if misses else None
 
 
 class EventReporter:

@@ -14,7 +14,6 @@ from dataclasses import asdict
 import torch
 
 from trainer.telemetry import meter
-from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.meter import Meter, NonFinite, Step, StepClock, Totals, percentile
 from trainer.telemetry.record import Peak
 
@@ -128,11 +127,3 @@ def _stacked(losses: list[torch.Tensor]) -> torch.Tensor:
     """In single precision or better: half of it may be infinite for what double precision holds."""
     stacked = torch.stack(losses)
     return stacked if stacked.dtype == torch.float64 else stacked.float()
-
-
-def compiler_points(monitor: CompilerMonitor) -> Points:
-    if not monitor.compilations:
-        return {}
-    names = ("compile_seconds", "graphs", "graph_breaks", "recompiles", "cache_hits", "cache_misses")
-    figures = monitor.figures()
-    return {f"warmup/{name}": getattr(figures, name) for name in names}

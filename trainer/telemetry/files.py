@@ -23,6 +23,7 @@ Made = TypeVar("Made")
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters (C0 and C1, of which escape sequences are made), those that turn the direction of text around
 (https://trojansource.codes), line separators, and halves of characters that no output can encode."""
+_hints = functools.cache(get_type_hints)
 TEXTS = frozenset({"reason", "notes", "eager_parts", "report", "events"})
 """Keys below which a text may have several lines; elsewhere a line break would forge lines of its own."""
 
@@ -117,11 +118,6 @@ def _value(hint: Any, given: Any, path: str) -> Any:
     return given
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
 def _name(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
@@ -195,24 +191,21 @@ def shown(fact: str, value: Any) -> str:
         listed = ", ".join(shown(fact, item) for item in value[:ITEMS])
         return listed if len(value) <= ITEMS else f"{listed}, ... ({len(value)} in all)"
     if isinstance(value, (int, float)):
-        return _measured(fact.rpartition(".")[2].split("_"), value)
+        parts = fact.rpartition(".")[2].split("_")
+        if "bytes" in parts:
+            return f"{value / MIB:.1f} MiB"
+        if "milliseconds" in parts:
+            return f"{number(value)} ms"
+        if "seconds" in parts:
+            return f"{number(value, 2)} s" if value >= 1 else f"{number(value * 1e3)} ms"
+        if "share" in parts:
+            return f"{value:.1%}"
+        return f"{value:,}" if isinstance(value, int) else number(value)
     return cut(value if isinstance(value, str) else json.dumps(value, default=str), CHARACTERS)
 
 
 def cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
-
-
-def _measured(words: list[str], value: float) -> str:
-    if "bytes" in words:
-        return f"{value / MIB:.1f} MiB"
-    if "milliseconds" in words:
-        return f"{number(value)} ms"
-    if "seconds" in words:
-        return f"{number(value, 2)} s" if value >= 1 else f"{number(value * 1e3)} ms"
-    if "share" in words:
-        return f"{value:.1%}"
-    return f"{value:,}" if isinstance(value, int) else number(value)
 
 
 def words(fact: str) -> str:

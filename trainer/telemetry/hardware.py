@@ -217,6 +217,7 @@ def datasheet_teraflops(name: str, kind: str | None) -> float | None:
     return DENSE_TERAFLOPS[max(known, key=len)].get(kind or "") if known else None
 
 
+@torch.no_grad()
 def measured_teraflops(device: torch.device, kind: str | None) -> float | None:
     """Best rate of products of two large random matrices, TFLOP/s; None where there is no memory for them."""
     if kind is None or device.type not in COPIED_BYTES:
@@ -224,8 +225,13 @@ def measured_teraflops(device: torch.device, kind: str | None) -> float | None:
     best = 0.0
     with contextlib.suppress(torch.OutOfMemoryError), _only_meanwhile(device) as generator:
         for size in (CUDA_SIZE,) if device.type == "cuda" else HOST_SIZES:
-            if not best or 2 * size**3 / best / 1e12 < MAX_SECONDS / 10:
-                best = max(best, _rate(size, device, kind, generator))
+            teraflop = 2 * size**3 / 1e12
+            if best and teraflop / best >= MAX_SECONDS / 10:
+                break
+            # Random: of zeros, a GPU multiplies faster than its power limit allows for numbers.
+            empty = partial(torch.empty, size, size, device=device, dtype=DTYPES.get(kind, torch.float32))
+            left, right = (empty().normal_(generator=generator) for _ in "ab")
+            best = max(best, teraflop / _best_seconds(device, partial(torch.mm, left, right, out=empty())))
     return best or None
 
 
@@ -247,15 +253,6 @@ def _only_meanwhile(device: torch.device) -> Iterator[torch.Generator]:
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-@torch.no_grad()
-def _rate(size: int, device: torch.device, kind: str, generator: torch.Generator) -> float:
-    """TFLOP/s of a product."""
-    # Random: of zeros, a GPU multiplies faster than its power limit allows for numbers.
-    dtype = DTYPES.get(kind, torch.float32)
-    left, right = (torch.empty(size, size, device=device, dtype=dtype).normal_(generator=generator) for _ in "ab")
-    return 2 * size**3 / _best_seconds(device, partial(torch.mm, left, right, out=torch.empty_like(left))) / 1e12
 
 
 def _best_seconds(device: torch.device, work: Callable[[], Any]) -> float:

@@ -106,10 +106,6 @@ class Totals:
     waited_seconds: float | None = None
     counts: Counts = (0, 0, 0, 0)
 
-    @property
-    def steps(self) -> int:
-        return len(self.seconds)
-
     def add(self, step: Step) -> None:
         self.seconds.append(step.seconds)
         if step.waited_seconds is not None:
@@ -120,18 +116,16 @@ class Totals:
         total = sum(self.seconds)
         if not total:
             return Rates()
-
-        def per_second(count: float | None) -> float | None:
-            return None if count is None else count / total
-
-        samples, tokens, useful_tokens, flops = self.counts
+        _, tokens, useful_tokens, _ = self.counts
+        rates = (None if count is None else count / total for count in self.counts)
+        samples_rate, tokens_rate, useful_rate, flops_rate = rates
         return Rates(
-            steady_steps_per_second=per_second(self.steps),
-            samples_per_second=per_second(samples),
-            tokens_per_second=per_second(tokens),
-            useful_tokens_per_second=per_second(useful_tokens),
+            steady_steps_per_second=len(self.seconds) / total,
+            samples_per_second=samples_rate,
+            tokens_per_second=tokens_rate,
+            useful_tokens_per_second=useful_rate,
             padded_share=(tokens - useful_tokens) / tokens if tokens and useful_tokens is not None else None,
-            teraflops_per_second=per_second(None if flops is None else flops / 1e12),
+            teraflops_per_second=None if flops_rate is None else flops_rate / 1e12,
             data_wait_share=None if self.waited_seconds is None else min(1.0, self.waited_seconds / total),
         )
 
@@ -179,20 +173,20 @@ class Meter:
     def restart(self) -> None:
         """Steps so far are warm-up for what comes, which begins with one of its own."""
         self.warmup_seconds += sum(self.steady.seconds)
-        self.warmup_step_count += self.steady.steps
+        self.warmup_step_count += len(self.steady.seconds)
         self.steady, self._new_shapes = Totals(), array("d")
         self._timed = self.ended = 0
 
     def fill(self, record: RunRecord) -> None:
         """Write the times of single steps of this process into ``record``."""
-        seconds = self.steady.seconds
+        seconds, new_shapes = self.steady.seconds, self._new_shapes
         record.first_step_seconds = self.first_step_seconds
         record.warmup_seconds = self.warmup_seconds if self.warmup_step_count else None
-        record.warmup_steps, record.new_shape_steps = self.warmup_step_count, len(self._new_shapes)
-        if seconds and self._new_shapes:
-            record.new_shape_seconds = sum(self._new_shapes) - len(self._new_shapes) * statistics.fmean(seconds)
+        record.warmup_steps, record.new_shape_steps = self.warmup_step_count, len(new_shapes)
         record.steady_steps = len(seconds)
-        record.steady_step_seconds_mean = statistics.fmean(seconds) if seconds else None
+        record.steady_step_seconds_mean = mean = statistics.fmean(seconds) if seconds else None
+        if mean is not None and new_shapes:
+            record.new_shape_seconds = sum(new_shapes) - len(new_shapes) * mean
         record.steady_step_seconds_median = self.median_seconds
         record.steady_step_seconds_p95 = percentile(seconds, 0.95)
 

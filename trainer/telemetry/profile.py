@@ -208,8 +208,7 @@ def with_idle_share(facts: Mapping[str, Any], steady_seconds: float | None) -> d
     busy = facts.get("busy_seconds_per_step")
     if busy is None:
         return dict(facts)
-    idle = steady_seconds is not None and busy <= steady_seconds
-    return {"idle_share": 1 - busy / steady_seconds if idle and steady_seconds else None, **facts}
+    return {"idle_share": 1 - busy / steady_seconds if steady_seconds and busy <= steady_seconds else None, **facts}
 
 
 def profile_line(facts: Mapping[str, Any]) -> str:

@@ -22,17 +22,19 @@ from strategies import Program
 from strategies.loop import Loop
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
-from trainer.telemetry.curves import Curves, Points, compiler_points
+from trainer.telemetry.curves import Curves, Points
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
 from trainer.telemetry.meter import Counts, Meter, SeenShapes, Step, StepClock
 from trainer.telemetry.profile import StepProfiler, with_idle_share
-from trainer.telemetry.record import RankFigures, Rates, RunRecord
+from trainer.telemetry.record import CompilerFigures, RankFigures, Rates, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 BatchCounter = Callable[[Any], Counts]
 """What a batch holds."""
+COMPILER_POINTS = ("compile_seconds", "graphs", "graph_breaks", "recompiles", "cache_hits", "cache_misses")
+"""Figures of the compiler that TensorBoard shows while a run lasts."""
 
 
 def added_up(mine: Rates, everywhere: Sequence[Rates]) -> Rates:
@@ -44,10 +46,6 @@ def added_up(mine: Rates, everywhere: Sequence[Rates]) -> Rates:
 
     names = ("samples_per_second", "tokens_per_second", "useful_tokens_per_second")
     return dataclasses.replace(mine, **{name: total(name) for name in names})
-
-
-def _highest(figures: list[float | None]) -> float | None:
-    return max((figure for figure in figures if figure is not None), default=None)
 
 
 class Telemetry:
@@ -75,7 +73,6 @@ class Telemetry:
         self.pause_seconds = 0.0
         self.preflight_seconds: float | None = None
         self.audit_seconds = 0.0
-        self._every = 0
         self._profile = profile
         self._profiler: StepProfiler | None = None
         self.curves = Curves(self.meter)
@@ -251,21 +248,20 @@ class Telemetry:
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
         self._machine.look()
         for number, points in self.curves.read(everything=everything):
-            if self._pages is not None:
-                self._pages.scalars(points | self._points(), number)
-
-    def _points(self) -> Points:
-        """What is counted from the beginning on."""
-        rate = self._learning_rate
-        return {
-            "train/learning_rate": None if rate is None else float(rate),
-            "warmup/first_step_seconds": self.meter.first_step_seconds,
-            "warmup/seconds": self.meter.warmup_seconds + (self.preflight_seconds or 0.0),
-            **compiler_points(self.compiler),
-            "usage/peak_device_gib": hardware.peak_device_gib(self._device),
-            "usage/peak_process_gib": hardware.peak_process_gib(),
-            "usage/joules_per_sample": self._energy.joules_per_sample(),
-        }
+            if self._pages is None:
+                continue
+            rate = self._learning_rate
+            compiler = self.compiler.figures() if self.compiler.compilations else CompilerFigures()
+            since_the_beginning: Points = {
+                "train/learning_rate": None if rate is None else float(rate),
+                "warmup/first_step_seconds": self.meter.first_step_seconds,
+                "warmup/seconds": self.meter.warmup_seconds + (self.preflight_seconds or 0.0),
+                **{f"warmup/{name}": getattr(compiler, name) for name in COMPILER_POINTS},
+                "usage/peak_device_gib": hardware.peak_device_gib(self._device),
+                "usage/peak_process_gib": hardware.peak_process_gib(),
+                "usage/joules_per_sample": self._energy.joules_per_sample(),
+            }
+            self._pages.scalars(points | since_the_beginning, number)
 
     def _rank_figures(self) -> RankFigures:
         """What this process of several measured."""
@@ -322,8 +318,8 @@ class Telemetry:
             record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
         record.preflight_seconds = self.preflight_seconds
         if record.ranks:
-            record.peak_device_memory_gib = _highest([one.peak_device_memory_gib for one in record.ranks])
-            record.peak_process_memory_gib = _highest([one.peak_process_memory_gib for one in record.ranks])
+            record.peak_device_memory_gib = max(one.peak_device_memory_gib or 0.0 for one in record.ranks) or None
+            record.peak_process_memory_gib = max(one.peak_process_memory_gib or 0.0 for one in record.ranks) or None
         record.steps = self.steps_done
         if record.import_seconds is not None:
             if self.ready_seconds is not None:
