@@ -135,19 +135,18 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
 def _verdict(found: WorkloadComparison) -> str:
     """The sentence for a workload that has its baseline."""
     base = found.baseline
-    judged = [(row, row.ratio) for row in found.rows[1:] if row.ratio is not None]
-    if not judged:
+    ratios = [row.ratio for row in found.rows if row.ratio is not None]
+    if not ratios:
         return f"nothing but {base} was measured, so there is nothing to compare it with"
-    for row in (found.rows[0], *(row for row, _ in judged)):
-        if busy := [flag for flag in row.flags if flag.startswith(BUSY)]:
-            return f"no verdict, {busy[0]}"
-    if not any(ratio.shown for _, ratio in judged):
-        if all(ratio.low is None for _, ratio in judged):
-            text = f"single runs show no difference from {base}; repeat with hydra.launcher.rounds=3"
-        else:
-            text = f"no difference from {base} is shown; more rounds or longer runs may show one"
-    else:
+    judged = [found.rows[0], *(row for row in found.rows if row.ratio is not None)]
+    if busy := [flag for row in judged for flag in row.flags if flag.startswith(BUSY)]:
+        return f"no verdict, {busy[0]}"
+    if any(ratio.shown for ratio in ratios):
         text = _advice(found)
+    elif all(ratio.low is None for ratio in ratios):
+        text = f"single runs show no difference from {base}; repeat with hydra.launcher.rounds=3"
+    else:
+        text = f"no difference from {base} is shown; more rounds or longer runs may show one"
     # What weakens it: thin figures of the arms that it names, or runs that are unlike.
     arms = {base, *(crossing.arm for crossing in found.crossings)}
     thin = any(flag.startswith(THIN) for row in found.rows if row.cell.arm in arms for flag in row.flags)
@@ -177,17 +176,16 @@ def _rows(cells: Sequence[Cell], baseline: Cell | None, start: str, at_steps: Se
     parts = [statistics.estimate([getattr(run.record, name) for run in runs]) for name in STARTING]
     start_seconds = sum(part.median for part in parts if part is not None)
     ordered = cells if baseline is None else [baseline, *(cell for cell in cells if cell is not baseline)]
-    rows = [Row(cell=cell, step_seconds=cell.over("step_seconds")) for cell in ordered]
+    rows = [Row(cell=cell, step_seconds=cell.over("step_seconds"), flags=flags_of(cell, baseline)) for cell in ordered]
     any_warm = any(cell.warm and cell.compiles for cell in cells)
     base = rows[0] if baseline is not None else None
     for row in rows:
-        row.flags = flags_of(row.cell, baseline)
         if any_warm:
             row.warm_warmup_seconds = row.cell.over("warmup_seconds", "warm")
         _set_cost(row, base, start)
         if row.cost is not None:
-            other = None if row is base or base is None else base.cost
-            row.fixed_seconds = start_seconds + statistics.overhead_seconds(row.cost, other)
+            base_cost = None if base is None else base.cost
+            row.fixed_seconds = start_seconds + statistics.overhead_seconds(row.cost, base_cost)
         row.total_seconds = {steps: total for steps in at_steps if (total := row.total_at(steps)) is not None}
     return rows
 
@@ -207,20 +205,14 @@ def _set_cost(row: Row, base: Row | None, start: str) -> None:
         if row.ratio is not None and other.step_seconds is not None:
             # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
             step = other.step_seconds.median / row.ratio.value
-    row.cost = _cost(row.cell, start, step, work)
-    shown = row.ratio is not None and row.ratio.shown
-    if shown and row.cost is not None and other is not None and other.cost is not None:
-        row.break_even_steps = statistics.break_even_steps(row.cost, other.cost)
-
-
-def _cost(cell: Cell, start: str, seconds: float | None, work: float) -> Cost | None:
-    """The warm-up from one kind of start, with steps of ``seconds``; ``work`` as in ``_work``."""
     names = ("warmup_seconds", "warmup_steps", "compile_seconds", "preparation_seconds")
-    medians = {name: found.median for name in names if (found := cell.over(name, start)) is not None}
-    if seconds is None or "warmup_seconds" not in medians:
-        return None
+    medians = {name: found.median for name in names if (found := row.cell.over(name, start)) is not None}
+    if step is None or "warmup_seconds" not in medians:
+        return
     medians["warmup_steps"] = medians.get("warmup_steps", 0.0) / work
-    return Cost(step_seconds=seconds, **medians)
+    row.cost = Cost(step_seconds=step, **medians)
+    if other is not None and other.cost is not None and row.ratio is not None and row.ratio.shown:
+        row.break_even_steps = statistics.break_even_steps(row.cost, other.cost)
 
 
 def _ratio(row: Row, base: Row, work: float) -> Ratio | None:
@@ -256,13 +248,12 @@ def _work(row: Row, base: Row) -> float:
 
 def _crossings(rows: Sequence[Row]) -> list[Crossing]:
     """Of the baseline, and of rows shown to be faster by what their arms are, not by what they fell back to."""
-    base, costs = rows[0], {row.cell.arm: row.cost for row in rows if row.cost is not None}
-    if base.cost is None or len(costs) == 1:
+    base, known = rows[0], [row for row in rows if row.cost is not None]
+    if base.cost is None or len(known) == 1:
         return []
-    fast = [row for row in rows[1:] if row.ratio is not None and row.ratio.verdict == FASTER]
+    fast = [row for row in known if row.ratio is not None and row.ratio.verdict == FASTER]
     candidates = [base, *(row for row in fast if not any(run.record.ended_in_eager for run in row.cell.finished))]
-    known = {row.cell.arm: row.cost for row in candidates if row.cost is not None}
-    return statistics.envelope(known, base.cost)
+    return statistics.envelope({row.cell.arm: row.cost for row in candidates if row.cost is not None}, base.cost)
 
 
 def _is(cell: Cell, name: str) -> bool:

@@ -95,23 +95,22 @@ def counted(count: int, noun: str) -> str:
 
 def _headline(comparison: WorkloadComparison) -> str:
     """The fastest arm and its ratio, those that are shown to be faster first."""
-    rows = [(row.ratio.verdict == FASTER, row.ratio.value, row) for row in comparison.rows if row.ratio is not None]
-    if not rows or comparison.verdict.startswith("no verdict"):
+    rated = [(row.ratio, row.cell) for row in comparison.rows if row.ratio is not None]
+    if not rated or comparison.verdict.startswith("no verdict"):
         return ""
-    row = max(rows, key=lambda each: each[:2])[2]
-    if row.ratio is None:
-        return ""
-    over = f"95% interval {interval(row.ratio)}, " if interval(row.ratio) else ""
-    runs = counted(len(row.cell.finished), "run")
-    words = f"the speed of {comparison.baseline}, with {row.cell.arm} ({over}{runs})."
-    return f'<p class="headline"><b>{marked(row.ratio)}</b> <span>{_breakable(words)}</span></p>\n'
+    ratio, cell = max(rated, key=lambda each: (each[0].verdict == FASTER, each[0].value))
+    over = f"95% interval {interval(ratio)}, " if interval(ratio) else ""
+    words = f"the speed of {comparison.baseline}, with {cell.arm} ({over}{counted(len(cell.finished), 'run')})."
+    return f'<p class="headline"><b>{marked(ratio)}</b> <span>{_breakable(words)}</span></p>\n'
 
 
 def _card(comparison: WorkloadComparison, place: int) -> str:
     """The workload with its verdict, which stands nowhere else."""
+    verdict = comparison.verdict[:1].upper() + comparison.verdict[1:]
+    verdict += "." * (verdict[-1] not in ".!?")
     return (
         f'<li><a href="#workload-{place + 1}">{_breakable(comparison.workload)}</a>\n{_headline(comparison)}'
-        f'<p class="verdict">{_breakable(_sentence(comparison.verdict))}</p></li>\n'
+        f'<p class="verdict">{_breakable(verdict)}</p></li>\n'
     )
 
 
@@ -198,8 +197,3 @@ def _breakable(name: str) -> str:
 def _text(text: str) -> str:
     """Escaped, and without the folders of the machine on which it was written: a page is passed on."""
     return escape(PATH.sub(".../", PACKAGES.sub("", text)))
-
-
-def _sentence(words: str) -> str:
-    """With a capital and a full stop."""
-    return words[:1].upper() + words[1:] + ("." if words and words[-1] not in ".!?" else "")

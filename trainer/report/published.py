@@ -148,15 +148,17 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
     records = [run.record for run in row.cell.finished]
     steps = [record.step_seconds for record in records]
     busy = [record.report.get("profile", {}).get("busy_seconds_per_step") for record in (*profiled, *records)]
-    others = {} if base is None else {_key(run.record): run.record.step_seconds for run in base.cell.finished}
-    pairs = zip(steps, (others.get(_key(record)) for record in records), strict=True)
+    theirs = [] if base is None else [run.record for run in base.cell.finished]
+    of_round = {(record.seed, record.round): record.step_seconds for record in theirs}
+    pairs = zip(steps, (of_round.get((record.seed, record.round)) for record in records), strict=True)
+    cold = row.cell.over("warmup_seconds", "cold")
     found: dict[str, Sequence[float | None]] = {
-        RATIO: [theirs / ours for ours, theirs in pairs if ours and theirs],
+        RATIO: [eager / ours for ours, eager in pairs if ours and eager],
         STEP: [seconds and seconds * 1e3 for seconds in steps],
         "device ms a step": [seconds and seconds * 1e3 for seconds in busy],
         TOKENS: [record.useful_tokens_per_second for record in records],
         "of roofline": [record.roofline_share for record in records],
-        COLD: [record.warmup_seconds for record in profiled if record.cache in (None, "cold")],
+        COLD: cold.values if cold else [one.warmup_seconds for one in profiled if one.cache in (None, "cold")],
         WARM: row.warm_warmup_seconds.values if row.warm_warmup_seconds else (),
         "peak GiB": [record.peak_device_memory_gib for record in records],
         "graphs": [record.graphs for record in records],
@@ -164,14 +166,8 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
         "recompiles": [record.recompiles for record in records],
         LOSS: [record.final_loss for record in records],
     }
-    if (cold := row.cell.over("warmup_seconds", "cold")) is not None:
-        found[COLD] = cold.values
     there = {name: tuple(value for value in values if value is not None) for name, values in found.items()}
     return {name: values for name, values in there.items() if values}
-
-
-def _key(record: RunRecord) -> tuple[int | None, int | None]:
-    return record.seed, record.round
 
 
 def range_text(name: str, values: Sequence[float]) -> str:
@@ -251,19 +247,15 @@ def stale_pictures(records: Path = RECORDS) -> Iterator[tuple[Path, Path, pictur
         for picture in pictures.PICTURES:
             name = f"{file.stem}-{picture.name}.png"
             target = docs / "pictures" / name
-            if any(f"pictures/{name}" in text for text in texts) and _drawn_from(target) != _digest(file):
+            content = target.read_bytes() if target.is_file() else b""
+            # PNG keeps the digest as text: key, zero byte, value.
+            drawn_from_these = f"{SOURCE}\0{_digest(file)}".encode() in content
+            if any(f"pictures/{name}" in text for text in texts) and not drawn_from_these:
                 yield target, file, picture
 
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _drawn_from(picture: Path) -> str | None:
-    """The digest in a picture's metadata, which PNG keeps as text: key, zero byte, value."""
-    content = picture.read_bytes() if picture.is_file() else b""
-    found = re.search(rb"tEXt%b\0([0-9a-f]{64})" % SOURCE.encode(), content)
-    return None if found is None else found[1].decode()
 
 
 def lands(name: str, published: Sequence[float], here: Sequence[float], same_gpu: bool) -> bool | None:

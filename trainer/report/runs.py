@@ -97,9 +97,8 @@ class Cell:
 
     def started(self, start: str) -> list[Run]:
         """Runs whose warm-up stands for a ``cold`` or ``warm`` start; what compiles nothing takes any of its runs."""
-        if start == "cold":
-            return self.cold or ([] if self.compiles else self.warm)
-        return self.warm or ([] if self.compiles else self.cold)
+        own, other = (self.cold, self.warm) if start == "cold" else (self.warm, self.cold)
+        return own or ([] if self.compiles else other)
 
     def over(self, field: str, start: str | None = None) -> Estimate | None:
         """A figure of the record over the finished runs, or over those of a ``cold`` or ``warm`` start."""
@@ -214,7 +213,9 @@ def arm_of(record: RunRecord) -> tuple[str, ...]:
 
 def fixed_settings(record: RunRecord) -> dict[str, str]:
     """Settings that make up the workload."""
-    return {name: value for name, value in _settings(record) if _is_fixed(name) and FORMER_SETTINGS.get(name) != value}
+    settings = _flat({section: value for section, value in record.config.items() if section in SECTIONS})
+    fixed = ((name, value) for name, value in settings if name not in LOOSE and name.rpartition(".")[2] not in PLACES)
+    return {name: value for name, value in fixed if FORMER_SETTINGS.get(name) != value}
 
 
 def set_parameters(record: RunRecord) -> dict[str, str]:
@@ -292,15 +293,6 @@ def _defaults(record: RunRecord) -> dict[str, str]:
             if value is not dataclasses.MISSING and one.name not in PLACE_PARAMETERS:
                 defaults.update(_flat({one.name: json.loads(json.dumps(value, default=str))}, f"{strategy['name']}."))
     return defaults
-
-
-def _settings(record: RunRecord) -> Iterator[tuple[str, str]]:
-    return _flat({name: value for name, value in record.config.items() if name != "compile"})
-
-
-def _is_fixed(name: str) -> bool:
-    section, _, _ = name.partition(".")
-    return section in SECTIONS and name not in LOOSE and name.rpartition(".")[2] not in PLACES
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -198,8 +198,6 @@ def break_even_steps(cost: Cost, baseline: Cost) -> float:
 def envelope(costs: Mapping[str, Cost], baseline: Cost | None) -> list[Crossing]:
     """The arms of least total time over the number of steps, from step 0 on; the first named wins a tie."""
     lines = {arm: (overhead_seconds(cost, baseline), cost.step_seconds) for arm, cost in costs.items()}
-    if not lines:
-        return []
     best = min(lines, key=lambda arm: lines[arm][0])
     steps, found = 0.0, [Crossing(0, best)]
     while True:
