@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,12 +34,6 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
         # Not composed again: a plugin.py need not bear to be run twice.
         overrides, config = [*overrides, "compile=whole"], dataclasses.replace(config, compile={"whole": Whole()})
     return config, overrides
-
-
-def check_file(option: str, file: Path | None) -> None:
-    """Raise ValueError, before any work, for a file that cannot be written."""
-    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
-        raise ValueError(f"--{option}={str(file)!r} is a folder, or lies in none")
 
 
 def parser(name: str, about: str, more: str = "", *, overrides: bool = False) -> argparse.ArgumentParser:

@@ -33,7 +33,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write the page."""
     runs = find(options.runs, unreadable=lambda reason: print(f"warning: left out: {reason}", file=sys.stderr))
     comparisons = compare_runs(runs, baseline=options.baseline, at_steps=options.steps)
     text = page.render(comparisons, tables.scalings(runs))

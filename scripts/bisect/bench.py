@@ -49,14 +49,8 @@ class Bench:
     Raises ValueError for a step that cannot be repeated.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        batches: dict[str, Any],
-        passes: LightningLoop,
-    ) -> None:
-        reason = passes.why_not_apart()
-        if reason is not None:
+    def __init__(self, program: Program, batches: dict[str, Any], passes: LightningLoop) -> None:
+        if (reason := passes.why_not_apart()) is not None:
             raise ValueError(f"no step can be tried and undone: {reason}")
         self._program, self._batches, self._passes = program, batches, passes
         self.arguments = {region.path: region.arguments for region in program.regions}
@@ -67,7 +61,6 @@ class Bench:
             self.everything.append(Node(path=OPTIMIZER))
 
     def trial(self, paths: Sequence[str]) -> Outcome:
-        """Do one trial from the state of the first step."""
         torch.compiler.reset()
         with contextlib.ExitStack() as stack:
             if OPTIMIZER not in paths:
@@ -118,12 +111,13 @@ def _children(module: nn.Module, path: str) -> Iterator[Node]:
 
 def with_config(config: Config, strategies: Sequence[Strategy], use: Callable[[Bench], Used]) -> Used:
     """What ``use`` returns for the bench of ``config.task`` under ``strategies``. Raises ValueError for bad input."""
-
-    def callbacks(compile_: Compile) -> list[L.Callback]:
-        return [BenchCallback(compile_, use), compile_]
-
-    with training(config, strategies, callbacks, val_every_n_steps=0, checkpoint_every_n_steps=0) as made:
-        _, trainer, module, data = made
+    with training(
+        config,
+        strategies,
+        lambda compile_: [BenchCallback(compile_, use), compile_],
+        val_every_n_steps=0,
+        checkpoint_every_n_steps=0,
+    ) as (_, trainer, module, data):
         used: Used = fit(trainer, module, datamodule=data)
     return used
 
@@ -146,7 +140,7 @@ class BenchCallback(L.Callback):
 
     def __init__(self, compile_: Compile, use: Callable[[Bench], object]) -> None:
         self._compile, self._use = compile_, use
-        self._chosen: dict[str, Any] = {}
+        self._chosen: dict[str, Any] = {}  # by dtypes and shapes of the tensors
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Strategies are applied: stand between the training loader and the loop."""
@@ -169,14 +163,9 @@ class BenchCallback(L.Callback):
     def _choose(self, loader: Any) -> Any:
         """The first batch of each shape."""
         for batch in itertools.islice(loader, MAX_BATCHES):
+            tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+            kinds = [f"{str(one.dtype).removeprefix('torch.')} {' x '.join(map(str, one.shape))}" for one in tensors]
             if len(self._chosen) < MAX_SHAPES:
-                self._chosen.setdefault(kind_of(batch), batch)
+                self._chosen.setdefault(", ".join(kinds) or "no tensor", batch)
         # The loop is given one batch more than it will get to: its fetcher looks ahead.
         return list(self._chosen.values())[:1] * 2
-
-
-def kind_of(batch: Any) -> str:
-    """Dtypes and shapes of the tensors of a batch."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    kinds = [f"{str(one.dtype).removeprefix('torch.')} {' x '.join(map(str, one.shape))}" for one in tensors]
-    return ", ".join(kinds) or "no tensor"

@@ -1,7 +1,7 @@
 """Doctor: checks a machine before anything is trained on it. Needs nothing installed; torch is asked in processes.
 
 Here is what needs no torch: Python and the packages, what this process may use of processors and memory, its folders,
-and the variables that change compilation. A ``Finding`` is one line; ``call`` runs what may hang or crash.
+and the variables that change compilation. A ``Finding`` is one line.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,22 +74,6 @@ def warning(name: str, message: str, fix: str) -> Finding:
 
 def error(name: str, message: str, fix: str) -> Finding:
     return Finding(name, ERROR, message, fix)
-
-
-def call(command: Sequence[str], *, seconds: float, environment: Mapping[str, str]) -> tuple[str, str | None]:
-    """Run ``command`` to its end or for ``seconds``.
-
-    Returns what it printed, and why it did not end well, in a line, or None where it did.
-    """
-    merged = {**os.environ, **environment}
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds, env=merged, check=False)
-    except subprocess.TimeoutExpired as late:
-        return (late.stdout or b"").decode(errors="replace"), f"it took longer than {seconds:g} s and was stopped"
-    output = done.stdout.decode(errors="replace")
-    if done.returncode < 0:
-        return output, f"it was killed by {signal.Signals(-done.returncode).name}"
-    return output, reason(done.stderr.decode(errors="replace")) if done.returncode else None
 
 
 def reason(errors: str) -> str:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser
-from scripts.doctor import COMPILES, ERROR, WARNING, Finding, call, error, limits, packages, places, variables
+from scripts.doctor import COMPILES, ERROR, WARNING, Finding, error, limits, packages, places, reason, variables
 from strategies.options import cache_directories
 
 EXAMPLES = """\
@@ -54,12 +56,16 @@ def with_torch() -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         # Empty caches, so that something is really compiled.
         caches = {variable: f"{folder}/{variable}" for variable in cache_directories()}
-        output, failed = call(
-            [sys.executable, "-P", "-m", "scripts.doctor.probe"],
-            seconds=SECONDS,
-            environment={**caches, "PYTHONPATH": path},
-        )
-    found = [Finding(**json.loads(line)) for line in output.splitlines() if line.startswith('{"name"')]
+        command = [sys.executable, "-P", "-m", "scripts.doctor.probe"]
+        environment = {**os.environ, **caches, "PYTHONPATH": path}
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=SECONDS, env=environment, check=False)
+            output, failed = done.stdout, reason(done.stderr.decode(errors="replace")) if done.returncode else None
+            if done.returncode < 0:
+                failed = f"it was killed by {signal.Signals(-done.returncode).name}"
+        except subprocess.TimeoutExpired as late:
+            output, failed = late.stdout or b"", f"it took longer than {SECONDS:g} s and was stopped"
+    found = [Finding(**json.loads(line)) for line in output.splitlines() if line.startswith(b'{"name"')]
     yield from found
     anew = "install torch anew: https://pytorch.org/get-started/locally"
     if failed and not found:

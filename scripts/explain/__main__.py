@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich import markup
 from rich.console import Console
 
-from scripts.arguments import check_file, composed_training, exit_code, parser, positive
+from scripts.arguments import composed_training, exit_code, parser, positive
 from scripts.explain import BATCHES, Explanation, Finding
 from trainer.process import StopRequest, importing, leaving
 from trainer.telemetry.source import line_at, shown
@@ -39,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def explained(options: argparse.Namespace, stop: StopRequest) -> int:
-    """Run the steps, print and write what they show."""
-    check_file("json", options.json)
+    if options.json is not None and (options.json.is_dir() or not options.json.resolve().parent.is_dir()):
+        raise ValueError(f"--json={str(options.json)!r} is a folder, or lies in none")
     config, _ = composed_training(options.overrides, config_dir=options.config_dir, looks="explain looks at")
     if not config.compile:
         raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
@@ -66,7 +65,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def print_explanation(explanation: Explanation, console: Console) -> None:
     """Print what a reader needs, problems first; JSON holds the rest."""
-    console.print(_heading(explanation), markup=False)
+    versions = f"torch {explanation.versions.get('torch') or 'n/a'} on {explanation.device or 'n/a'}"
+    console.print(f"{explanation.task} under {explanation.strategies}, {versions}", markup=False)
+    console.print(f"{explanation.batches:,} batches trained on", markup=False)
     for number, failure in enumerate(explanation.failures, 1):
         console.print(f"\n[red bold]does not compile {number}[/]: {markup.escape(failure)}")
     for number, one in enumerate(explanation.breaks, 1):
@@ -74,22 +75,17 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
     for number, recompile in enumerate(explanation.unexpected, 1):
         _print_problem(f"[yellow bold]recompile {number}[/]", recompile, console)
     console.print()
-    for line in _lines_at_the_end(explanation):
-        console.print(line, markup=False)
+    if expected := sum(recompile.count for recompile in explanation.recompiles if recompile.expected):
+        why = "(validation, copies of other sizes, shapes compiled beforehand), which torch counts as recompiles"
+        console.print(f"expected: {_count(expected, 'more graph')} {why}", markup=False)
+    for note in explanation.notes:
+        console.print(f"note: {note}", markup=False)
+    for each in explanation.not_looked_at:
+        console.print(f"not looked at: {each}", markup=False)
     console.print(f"[bold]{markup.escape(verdict(explanation))}[/]")
 
 
-def _heading(explanation: Explanation) -> str:
-    """What was looked at, in two lines."""
-    return (
-        f"{explanation.task} under {explanation.strategies}, "
-        f"torch {explanation.versions.get('torch') or 'n/a'} on {explanation.device or 'n/a'}\n"
-        f"{explanation.batches:,} batches trained on"
-    )
-
-
 def verdict(explanation: Explanation) -> str:
-    """The last line."""
     if not explanation.problems:
         return "nothing wrong: no graph breaks, no recompiles"
     counts = (
@@ -98,18 +94,6 @@ def verdict(explanation: Explanation) -> str:
         (len(explanation.failures), "failure"),
     )
     return ", ".join(_count(number, name) for number, name in counts if number)
-
-
-def _lines_at_the_end(explanation: Explanation) -> Iterator[str]:
-    """What is expected, notes, what was left out."""
-    expected = sum(recompile.count for recompile in explanation.recompiles if recompile.expected)
-    if expected:
-        yield (
-            f"expected: {_count(expected, 'more graph')} (validation, copies of other sizes, "
-            "shapes compiled beforehand), which torch counts as recompiles"
-        )
-    yield from (f"note: {note}" for note in explanation.notes)
-    yield from (f"not looked at: {each}" for each in explanation.not_looked_at)
 
 
 def _print_problem(title: str, one: Finding, console: Console) -> None:

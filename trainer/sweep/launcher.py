@@ -145,20 +145,16 @@ class IsolatedLauncher(Launcher):
         for cell in cells:
             folders = before.get((*cell.record.command, cell.round), [])
             number = number_of(folders[0]) if folders else next(numbers)
-            config = self._config_of(cell, number)
+            config = self._composed[cell.overrides]
+            with open_dict(config):
+                config.hydra.job.id = str(number)
+                config.hydra.job.num = number
+                config.hydra.job.override_dirname = directory_name(cell.chosen)
             cell.directory = folders.pop(0) if folders else directory / config.hydra.sweep.subdir
             cell.command = self._command(cell, config)
             if options.caches == "own" or cell.start is not None:  # the cold and the warm one of a pair share them
                 cell.caches = caches.setdefault(cell.pair, directory / CACHES_DIRECTORY / cell.directory.name)
         return cells
-
-    def _config_of(self, cell: PlannedCell, number: int) -> DictConfig:
-        config = self._composed[cell.overrides]
-        with open_dict(config):
-            config.hydra.job.id = str(number)
-            config.hydra.job.num = number
-            config.hydra.job.override_dirname = directory_name(cell.chosen)
-        return config
 
     def _draft(self, overrides: tuple[str, ...], arm: tuple[str, ...], job: int) -> PlannedCell:
         config = self._composed[overrides] = self._loader.load_sweep_config(self._config, list(overrides))

@@ -125,9 +125,7 @@ def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
 
 def _settled(cell: PlannedCell, exit_code: int, signals: Sequence[int]) -> RunRecord:
     """The record that it left, or that is written for it: finished, interrupted or failed, and why."""
-    record = loaded(cell.directory)
-    if record is None:
-        record = cell.record  # refused or dead before the first record
+    record = loaded(cell.directory) or cell.record  # refused or dead before the first record
     if record.status in ("failed", "interrupted") or (exit_code == 0 and record.status == "finished"):
         return record
     if signals:
@@ -140,11 +138,14 @@ def _settled(cell: PlannedCell, exit_code: int, signals: Sequence[int]) -> RunRe
 
 
 def _cause(cell: PlannedCell, exit_code: int) -> str:
-    printed = _last_lines(cell.directory / OUTPUT_NAME)
     if exit_code == -signal.SIGKILL:
         return "killed (SIGKILL), as a system does that runs out of memory"
     if exit_code < 0:
         return f"killed ({signal.Signals(-exit_code).name})"
+    with (cell.directory / OUTPUT_NAME).open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - 4096))
+        text = stream.read().decode(errors="replace")
+    printed = [line.rstrip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
     if exit_code == REFUSED or errors:  # torchrun has an exit code of its own
         return f"refused: {errors[0] if errors else 'see its output'}"
@@ -169,14 +170,6 @@ def set_aside(directory: Path) -> None:
         count += 1
         target = aside / f"{directory.name}-{count}"
     directory.rename(target)
-
-
-def _last_lines(file: Path) -> list[str]:
-    """The last lines of a cell's output, without empty ones."""
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - 4096))
-        text = stream.read().decode(errors="replace")
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, width: int) -> str:
