@@ -15,22 +15,9 @@ import sys
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser, positive
+from trainer.report import published
 from trainer.report.page import counted
-from trainer.report.published import (
-    CURVES_ALONE,
-    LOSS,
-    RATIO,
-    RECORDS,
-    SAME,
-    TIME_TOLERANCE,
-    TOLERANCES,
-    PublishedRow,
-    check,
-    publish,
-    range_text,
-    refresh,
-    rows_of,
-)
+from trainer.report.published import LOSS, RATIO, RECORDS, TIME_TOLERANCE, TOLERANCES, PublishedRow
 from trainer.report.runs import find
 from trainer.report.tables import NOT_SURE
 from trainer.sweep.plan import quoted
@@ -64,9 +51,9 @@ def work(options: argparse.Namespace) -> int:
     """Raises ValueError for a row or runs that are not there."""
     if options.publish:
         file = options.records / f"{options.publish}.jsonl"
-        print(f"{file}: {publish(options.what, file)} records")
+        print(f"{file}: {published.publish(options.what, file)} records")
     if options.publish or options.tables:
-        for changed in refresh(options.records):
+        for changed in published.refresh(options.records):
             print(f"{changed}: made anew")
         return 0
     rows = published_rows(options.records)
@@ -75,7 +62,7 @@ def work(options: argparse.Namespace) -> int:
     width = max(map(len, rows))
     for name, row in rows.items():
         mark = "" if row.compared.ratio is None or row.compared.ratio.shown else NOT_SURE
-        speed = mark + range_text(RATIO, row.figures.get(RATIO, ()))
+        speed = mark + published.range_text(RATIO, row.figures.get(RATIO, ()))
         what = f"{speed} times eager" if RATIO in row.figures else "without a ratio to eager"
         print(f"{name:<{width}} {what}, {counted(len(row.records), 'round')}, {row.records[0].device}")
     return 0
@@ -83,10 +70,11 @@ def work(options: argparse.Namespace) -> int:
 
 def published_rows(records: Path) -> dict[str, PublishedRow]:
     """Every row by its name, ``FILE/ARM``. Raises ValueError where there are no records."""
-    files = [file for file in sorted(records.glob("*.jsonl")) if not file.name.startswith((SAME, CURVES_ALONE))]
+    without_rows = (published.SAME, published.CURVES_ALONE)
+    files = [file for file in sorted(records.glob("*.jsonl")) if not file.name.startswith(without_rows)]
     if not files:
         raise ValueError(f"{records} has no records (*.jsonl): they are in a checkout; --records DIR says where else")
-    return {f"{file.stem}/{row.arm}": row for file in files for row in rows_of(find([file]))}
+    return {f"{file.stem}/{row.arm}": row for file in files for row in published.rows_of(find([file]))}
 
 
 def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
@@ -103,7 +91,7 @@ def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
     shown = shlex.join(["python", *command])
     print(shown, flush=True)
     code = subprocess.run([sys.executable, *command], check=False).returncode
-    ran = rows_of(find([out])) if code in (0, 1) else []
+    ran = published.rows_of(find([out])) if code in (0, 1) else []
     found = next((each for each in ran if each.records and each.records[0].label == row.records[0].label), None)
     if found is None or not ran[0].records:
         print(f"{name} did not run to its end here (exit code {code}): the lines above say why")
@@ -111,7 +99,7 @@ def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
     if options.smoke:
         print(f"{name} trains here in small, beside eager")
         return code
-    lines, holds = check(name, row, found, command=shown)
+    lines, holds = published.check(name, row, found, command=shown)
     print("\n".join(lines))
     return int(not holds or code != 0)
 

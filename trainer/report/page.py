@@ -13,28 +13,19 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 
+from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.pictures import PICTURES, arm_colours, save
 from trainer.report.statistics import FASTER
-from trainer.report.tables import (
-    ABSENT,
-    TEXT_COLUMNS,
-    Columns,
-    all_figures,
-    conditions_of,
-    decision,
-    footnotes,
-    interval,
-    marked,
-    remarks,
-)
+from trainer.report.tables import Columns
 from trainer.telemetry.record import RunRecord
 
 TITLE = "What compiling costs, and what it gives"
 MAX_EVENTS = 40
 """Different events of a workload that are listed."""
+SHORT = (*tables.TEXT_COLUMNS, "what")
 PROSE = ("reason", "source line")
-"""Columns whose texts are broken into lines."""
+"""Columns of texts; the latter are broken into lines."""
 WORDS = {
     "arm": "a list of strategies with their options; one of them, usually eager, is what the others are compared with",
     "warm-up": "everything before the steps are steady, compiling included; cold: from empty compile caches, warm: "
@@ -99,9 +90,9 @@ def _headline(comparison: WorkloadComparison) -> str:
     if not rated or comparison.verdict.startswith("no verdict"):
         return ""
     ratio, cell = max(rated, key=lambda each: (each[0].verdict == FASTER, each[0].value))
-    over = f"95% interval {interval(ratio)}, " if interval(ratio) else ""
+    over = f"95% interval {tables.interval(ratio)}, " if tables.interval(ratio) else ""
     words = f"the speed of {comparison.baseline}, with {cell.arm} ({over}{counted(len(cell.finished), 'run')})."
-    return f'<p class="headline"><b>{marked(ratio)}</b> <span>{_breakable(words)}</span></p>\n'
+    return f'<p class="headline"><b>{tables.marked(ratio)}</b> <span>{_breakable(words)}</span></p>\n'
 
 
 def _card(comparison: WorkloadComparison, place: int) -> str:
@@ -127,7 +118,7 @@ def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, s
         figures += f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>\n"
     records = _records(comparison)
     conditions = [
-        conditions_of(records),
+        tables.conditions_of(records),
         *dict.fromkeys(record.precision for record in records if record.precision),
         f"seeds {', '.join(dict.fromkeys(str(record.seed) for record in records))}",
     ]
@@ -135,15 +126,16 @@ def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, s
         f"<p>{_breakable(row.cell.arm)}</p>\n<pre><code>{_text(row.cell.command)}</code></pre>\n"
         for row in comparison.rows
     )
-    items = "".join(f"<li>{_text(line)}</li>" for line in [*remarks(comparison), *footnotes([comparison])])
+    notes = [*tables.remarks(comparison), *tables.footnotes([comparison])]
+    items = "".join(f"<li>{_text(line)}</li>" for line in notes)
     unlike = '<p class="warning"><strong>These runs are unlike: compare with care.</strong></p>\n'
     return f"""<section id="workload-{place + 1}">
 <h2>{_breakable(comparison.workload)}</h2>
-{unlike if comparison.unlike else ""}{_table(decision(comparison), palette)}
+{unlike if comparison.unlike else ""}{_table(tables.decision(comparison), palette)}
 {f'<ul class="quiet">{items}</ul>' if items else ""}
 <div class="figures">
 {figures}</div>
-{_part("Other figures", all_figures(comparison))}
+{_part("Other figures", tables.all_figures(comparison))}
 {_part("Graph breaks and recompiles", _events(comparison))}
 <p class="quiet">{_text(" · ".join(conditions))}</p>
 <details><summary>Commands, one for each arm</summary>
@@ -156,12 +148,12 @@ def _events(comparison: WorkloadComparison) -> Columns:
     seen: dict[tuple[str, ...], list[int]] = {}
     for row in comparison.rows:
         for event in (event for run in row.cell.runs for event in run.record.events):
-            key = (row.cell.arm, event.kind.replace("_", " "), event.reason, event.location or ABSENT)
+            key = (row.cell.arm, event.kind.replace("_", " "), event.reason, event.location or tables.ABSENT)
             seen.setdefault(key, []).append(event.step or 0)
     listed = list(seen.items())[:MAX_EVENTS]
     columns = {name: [key[at] for key, _ in listed] for at, name in enumerate(("arm", "what", "reason", "source line"))}
     return columns | {
-        "first step": [str(min(steps) or ABSENT) for _, steps in listed],
+        "first step": [str(min(steps) or tables.ABSENT) for _, steps in listed],
         "times": [f"{len(steps):,}" for _, steps in listed],
     }
 
@@ -173,7 +165,7 @@ def _part(title: str, columns: Columns) -> str:
 
 def _table(columns: Columns, palette: Mapping[str, str] | None = None) -> str:
     """A table as the terminal shows it; with ``palette`` each arm bears its colour."""
-    kinds = ["words" if one in PROSE else "short" if one in (*TEXT_COLUMNS, "what") else "number" for one in columns]
+    kinds = ["words" if one in PROSE else "short" if one in SHORT else "number" for one in columns]
     body = ""
     for first, *texts in zip(*columns.values(), strict=True):
         swatch = f'<span class="swatch" style="background:{palette[first]}"></span>' if palette else ""

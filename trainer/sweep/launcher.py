@@ -33,20 +33,9 @@ import __main__
 from trainer.config import to_config
 from trainer.report.runs import Run
 from trainer.settings import Peer
+from trainer.sweep import plan
 from trainer.sweep.environment import CACHES_DIRECTORY, described
-from trainer.sweep.plan import (
-    PlannedCell,
-    SweepOptions,
-    again,
-    alone,
-    directory_name,
-    in_order,
-    name_by_difference,
-    number_of,
-    quoted,
-    recorded,
-    with_arms,
-)
+from trainer.sweep.plan import PlannedCell
 from trainer.sweep.sweep import run_cells, stopping_signals, summarize
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
@@ -84,18 +73,18 @@ class IsolatedLauncher(Launcher):
         self._loader, self._config = hydra_context.config_loader, config
         self._composed: dict[tuple[str, ...], DictConfig] = {}
         try:
-            options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepOptions), self._given))
+            options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(plan.SweepOptions), self._given))
         except OmegaConfBaseException as error:
             raise ValueError(f"hydra.launcher: {str(error).splitlines()[0]}") from error
-        assert isinstance(options, SweepOptions)
+        assert isinstance(options, plan.SweepOptions)
         self.options = options
         self._console = Console(highlight=False, markup=False, soft_wrap=True)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the cells, print their table. Raises SystemExit (128 + signal) when a signal ended the sweep."""
         directory = Path(str(self._config.hydra.sweep.dir))
-        with alone(directory), stopping_signals() as signals:
-            command = again(sys.argv[1:], directory)
+        with plan.alone(directory), stopping_signals() as signals:
+            command = plan.again(sys.argv[1:], directory)
             cells = self._cells(job_overrides, directory)
             run_cells(cells, signals, self._console.print)
         width = shutil.get_terminal_size().columns
@@ -135,21 +124,21 @@ class IsolatedLauncher(Launcher):
         drafts = [
             self._draft(overrides, arm, job)
             for job, given in enumerate(job_overrides)
-            for overrides, arm in with_arms(given, options.arms)
+            for overrides, arm in plan.with_arms(given, options.arms)
         ]
-        cells = in_order(drafts, rounds=options.rounds)
-        name_by_difference(cells)
-        before = recorded(directory)
-        numbers = itertools.count(max(map(number_of, directory.iterdir()), default=-1) + 1)
+        cells = plan.in_order(drafts, rounds=options.rounds)
+        plan.name_by_difference(cells)
+        before = plan.recorded(directory)
+        numbers = itertools.count(max(map(plan.number_of, directory.iterdir()), default=-1) + 1)
         caches: dict[tuple[object, ...], Path] = {}
         for cell in cells:
             folders = before.get((*cell.record.command, cell.round), [])
-            number = number_of(folders[0]) if folders else next(numbers)
+            number = plan.number_of(folders[0]) if folders else next(numbers)
             config = self._composed[cell.overrides]
             with open_dict(config):
                 config.hydra.job.id = str(number)
                 config.hydra.job.num = number
-                config.hydra.job.override_dirname = directory_name(cell.chosen)
+                config.hydra.job.override_dirname = plan.directory_name(cell.chosen)
             cell.directory = folders.pop(0) if folders else directory / config.hydra.sweep.subdir
             cell.command = self._command(cell, config)
             if options.caches == "own" or cell.start is not None:  # the cold and the warm one of a pair share them
@@ -179,7 +168,7 @@ class IsolatedLauncher(Launcher):
             # An experiment may ask for a sweep by itself; a cell never starts another one.
             "hydra.mode=RUN",
             f"hydra.job.num={config.hydra.job.num}",
-            f"hydra.run.dir={quoted(cell.directory.resolve())}",
+            f"hydra.run.dir={plan.quoted(cell.directory.resolve())}",
         ]
 
 
