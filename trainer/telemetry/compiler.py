@@ -166,7 +166,10 @@ class CompilerMonitor:
 
     def _on_start(self, arguments: Any) -> None:
         self.compilations += 1
-        self._under.setdefault(_frame(arguments.compile_id), set()).update(_regions_under_way())
+        calls = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is _MODULE_CALL)
+        modules = [frame.f_locals["self"] for frame in calls]
+        regions = {type(module) for module in modules if module._compiled_call_impl is not None}
+        self._under.setdefault(_frame(arguments.compile_id), set()).update(regions)
         self._began = time.perf_counter()
 
     def _on_end(self, _: Any) -> None:
@@ -181,13 +184,6 @@ class CompilerMonitor:
 def _frame(compile_id: Any) -> str:
     """The number of the piece of code: what comes first in ``3/0``."""
     return str(compile_id).split("/")[0]
-
-
-def _regions_under_way() -> set[type[nn.Module]]:
-    """Classes of the regions whose calls lie on this thread's stack."""
-    calls = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is _MODULE_CALL)
-    modules = [frame.f_locals["self"] for frame in calls]
-    return {type(module) for module in modules if module._compiled_call_impl is not None}
 
 
 class EventReporter:

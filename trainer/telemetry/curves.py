@@ -32,6 +32,7 @@ class Curves:
         self._meter = measured
         self._steps: list[Step] = []
         self._sent: deque[tuple[list[Step], torch.Tensor | None, torch.cuda.Event | None]] = deque()
+        """Of each closed window its losses, in host memory once the event has happened."""
         self.losses: list[tuple[int, float, int]] = []
         """Of each window read back: its last step, the mean loss of its steps, and their number."""
         self.nonfinite: NonFinite | None = None
@@ -61,16 +62,23 @@ class Curves:
         """Close the open window and send its losses to the host; last step and points of the windows before, oldest
         first, whose losses have arrived, of all but the newest or of ``everything``."""
         if self._steps:
-            self._sent.append((self._steps, *self._losses_sent()))
+            losses = [loss for step in self._steps for loss in step.losses]
+            sent = _stacked(losses) if losses else None
+            copied: torch.cuda.Event | None = None
+            if sent is not None and sent.is_cuda:
+                host = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+                sent, copied = host.copy_(sent, non_blocking=True), torch.cuda.Event()
+                copied.record()
+            self._sent.append((self._steps, sent, copied))
             self._steps = []
         while self._sent:
-            steps, losses, copied = self._sent[0]
+            steps, sent, copied = self._sent[0]
             if copied is not None and not (everything or len(self._sent) > 1 or copied.query()):
                 return
             self._sent.popleft()
             if copied is not None:
                 copied.synchronize()
-            yield steps[-1].number, self._read(steps, [] if losses is None else losses.tolist())
+            yield steps[-1].number, self._read(steps, [] if sent is None else sent.tolist())
 
     def time_steps(self) -> None:
         """Read the clocks of all steps so far, whose windows stay as they are; waits for the device."""
@@ -86,19 +94,6 @@ class Curves:
 
     def _unread(self) -> list[Step]:
         return [*(step for steps, _, _ in self._sent for step in steps), *self._steps]
-
-    def _losses_sent(self) -> tuple[torch.Tensor | None, torch.cuda.Event | None]:
-        """Losses of the open window, in host memory once the event has happened."""
-        losses = [loss for step in self._steps for loss in step.losses]
-        if not losses:
-            return None, None
-        stacked = _stacked(losses)
-        if not stacked.is_cuda:
-            return stacked, None
-        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return host, copied
 
     def _read(self, steps: list[Step], losses: list[float]) -> Points:
         totals = Totals()

@@ -125,19 +125,15 @@ def peak_bytes(device: torch.device) -> int:
     """The peak so far, for ``resume``; 0 for a CPU."""
     if device.type != "cuda":
         return 0
-    held = torch.cuda.memory_allocated(device) + _kept_for_graphs(device)
-    _before[device] = max(_before.get(device, 0), torch.cuda.max_memory_allocated(device), held)
-    return _before[device]
-
-
-def _kept_for_graphs(device: torch.device) -> int:
-    """Bytes that CUDA graphs' memory pools keep: a replay uses them, and allocates nothing that a peak would show."""
     reserved = torch.cuda.memory_reserved(device)
     if _pools.get(device, (0, 0))[0] != reserved:  # the pools can only differ when this does
         segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)]
         here = [each for each in segments if each["device"] == (device.index or 0)]
         _pools[device] = (reserved, sum(each["total_size"] - each["allocated_size"] for each in here))
-    return _pools[device][1]
+    # What the graphs' pools keep is used by a replay, which allocates nothing that a peak would show.
+    held = torch.cuda.memory_allocated(device) + _pools[device][1]
+    _before[device] = max(_before.get(device, 0), torch.cuda.max_memory_allocated(device), held)
+    return _before[device]
 
 
 def resume(device: torch.device, peak: int) -> None:

@@ -52,12 +52,7 @@ class Telemetry:
     """Measures one fit; the owner calls the methods named after the moments of the loop."""
 
     def __init__(
-        self,
-        *,
-        count: BatchCounter | None,
-        warmup_steps: int,
-        measure_peak: bool | None = None,
-        profile: bool = False,
+        self, *, count: BatchCounter | None, warmup_steps: int, measure_peak: bool | None = None, profile: bool = False
     ) -> None:
         self.compiler = CompilerMonitor()
         self.reporter = EventReporter(enabled=False)
