@@ -53,12 +53,10 @@ def unlike_conditions(runs: Sequence[Run]) -> list[str]:
 
 def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     """All flags of ``cell``, the gravest first."""
-    busy = [each.busy for run in cell.finished if (each := run.record.machine) is not None and each.busy]
-    parity = parity_of(cell)
-    flags = [*_not_finished(cell), *_rolled_back(cell)]
-    if busy:
+    flags = [_not_finished(run) for run in cell.failed] + [*_rolled_back(cell)]
+    if busy := [each.busy for run in cell.finished if (each := run.record.machine) is not None and each.busy]:
         flags.append(f"{BUSY}: {busy[0]}{_of(busy, cell)}")
-    if parity not in (None, "passed"):
+    if (parity := parity_of(cell)) not in (None, "passed"):
         flags.append(f"comparison with eager before the first step: {parity}")
     if other := next((network for run in cell.finished if (network := run.record.report.get("network"))), None):
         flags.append(f"another network: {other['class']} of {other['parameters']:,} parameters, not the task's")
@@ -81,26 +79,26 @@ def parity_of(cell: Cell) -> str | None:
     return next(iter([*worst, *found]), None)
 
 
-def _not_finished(cell: Cell) -> Iterator[str]:
-    for run in cell.failed:
-        record = run.record
-        outcome = "still running, or killed while it was" if record.status == "running" else record.status
-        if record.status == "interrupted" and record.steps is not None:
-            outcome += f" after {record.steps:,} steps"
-        if record.reason:
-            outcome += f": {record.reason.splitlines()[0]}"
-        yield f"{outcome} ({printable(str(run.directory))})"
+def _not_finished(run: Run) -> str:
+    record = run.record
+    outcome = "still running, or killed while it was" if record.status == "running" else record.status
+    if record.status == "interrupted" and record.steps is not None:
+        outcome += f" after {record.steps:,} steps"
+    if record.reason:
+        outcome += f": {record.reason.splitlines()[0]}"
+    return f"{outcome} ({printable(str(run.directory))})"
 
 
 def _rolled_back(cell: Cell) -> Iterator[str]:
     """Where parts ran eager; where torch skipped a frame within a region, in its words."""
     found: dict[str, list[str]] = {"ended in eager": [], "ran eager in part": []}
     for record in (run.record for run in cell.finished):
-        fallbacks = [event.reason for event in record.events if event.kind == "fallback"]
+        fallbacks = (event.reason for event in record.events if event.kind == "fallback")
         reasons = [*record.eager_parts.values(), *fallbacks]
-        if record.ended_in_eager or reasons:
-            what = "ended in eager" if record.ended_in_eager else "ran eager in part"
-            found[what].append((reasons or ["no reason given"])[0])
+        if record.ended_in_eager:
+            found["ended in eager"].append((reasons or ["no reason given"])[0])
+        elif reasons:
+            found["ran eager in part"].append(reasons[0])
     for what, reasons in found.items():
         if reasons:
             yield f"{what}{_of(reasons, cell)}: {reasons[0].splitlines()[0]}"
@@ -131,15 +129,13 @@ def _loss(cell: Cell, baseline: Cell | None) -> Iterator[str]:
 
 def _thin(cell: Cell) -> Iterator[str]:
     records = [run.record for run in cell.finished]
-    found, new_shapes = [], 0.0
-    counts = [record.steady_steps for record in records]
-    if few := [count for count in counts if count is not None and count < MIN_STEPS]:
+    found = []
+    if few := [count for one in records if (count := one.steady_steps) is not None and count < MIN_STEPS]:
         found.append(f"{min(few)} steady steps")
-    for record, count in zip(records, counts, strict=True):
-        new = record.new_shape_steps or 0
-        new_shapes = max(new_shapes, new / (new + (count or 0) or 1))
-    if new_shapes > MAX_NEW_SHAPES:
-        found.append(f"{new_shapes:.0%} of its steps met a new shape and are left out")
+    new = [(one.new_shape_steps or 0, one.steady_steps or 0) for one in records]
+    share = max((count / (count + steady or 1) for count, steady in new), default=0.0)
+    if share > MAX_NEW_SHAPES:
+        found.append(f"{share:.0%} of its steps met a new shape and are left out")
     seconds = [value for record in records if (value := record.step_seconds) is not None]
     spread = (max(seconds) - min(seconds)) / statistics.median(seconds) if len(seconds) > 1 else 0.0
     if spread > MAX_SPREAD:

@@ -84,23 +84,19 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _headline(comparison: WorkloadComparison) -> str:
-    """The fastest arm and its ratio, those that are shown to be faster first."""
-    rated = [(row.ratio, row.cell) for row in comparison.rows if row.ratio is not None]
-    if not rated or comparison.verdict.startswith("no verdict"):
-        return ""
-    ratio, cell = max(rated, key=lambda each: (each[0].verdict == FASTER, each[0].value))
-    over = f"95% interval {tables.interval(ratio)}, " if tables.interval(ratio) else ""
-    words = f"the speed of {comparison.baseline}, with {cell.arm} ({over}{counted(len(cell.finished), 'run')})."
-    return f'<p class="headline"><b>{tables.marked(ratio)}</b> <span>{_breakable(words)}</span></p>\n'
-
-
 def _card(comparison: WorkloadComparison, place: int) -> str:
-    """The workload with its verdict, which stands nowhere else."""
+    """The workload with its fastest arm (of those shown to be faster, if any) and its verdict."""
+    headline = ""
+    rated = [(row.ratio, row.cell) for row in comparison.rows if row.ratio is not None]
+    if rated and not comparison.verdict.startswith("no verdict"):
+        ratio, cell = max(rated, key=lambda each: (each[0].verdict == FASTER, each[0].value))
+        over = f"95% interval {tables.interval(ratio)}, " if tables.interval(ratio) else ""
+        words = f"the speed of {comparison.baseline}, with {cell.arm} ({over}{counted(len(cell.finished), 'run')})."
+        headline = f'<p class="headline"><b>{tables.marked(ratio)}</b> <span>{_breakable(words)}</span></p>\n'
     verdict = comparison.verdict[:1].upper() + comparison.verdict[1:]
     verdict += "." * (verdict[-1] not in ".!?")
     return (
-        f'<li><a href="#workload-{place + 1}">{_breakable(comparison.workload)}</a>\n{_headline(comparison)}'
+        f'<li><a href="#workload-{place + 1}">{_breakable(comparison.workload)}</a>\n{headline}'
         f'<p class="verdict">{_breakable(verdict)}</p></li>\n'
     )
 

@@ -29,13 +29,10 @@ SHORT = "takes 5% of a run at most, and this one was too short"
 
 
 def run_verdict(record: RunRecord) -> RunVerdict:
-    """The verdict by what ``record`` holds."""
-    steps = (record.steady_steps or 0) + (record.warmup_steps or 0)
-    verdict = RunVerdict(outcome=EAGER, steps=steps)
+    verdict = RunVerdict(outcome=EAGER, steps=(record.steady_steps or 0) + (record.warmup_steps or 0))
     if record.strategies and not record.ended_in_eager and not _chose_eager(record):
         _compare(record, verdict)
-    step = _next(record, verdict)
-    if step is not None:
+    if (step := _next(record, verdict)) is not None:
         verdict.next_command, verdict.next_reason = step
     return verdict
 
@@ -180,7 +177,14 @@ def verdict_lines(record: RunRecord) -> list[str]:
         return []
     lines = [f"verdict: {_judgement(record, verdict)}"]
     if verdict.ratio is not None and verdict.wait_seconds is not None:
-        lines.append(f"wait: {_wait(record, verdict)}")
+        wait = f"wait: {number(verdict.wait_seconds, 1)} s for compiling and warm-up"
+        if verdict.outcome == SLOWER:
+            wait += ", which never pays"
+        elif verdict.break_even_steps is not None and verdict.steps is not None:
+            enough = "long enough" if verdict.paid else "too short"
+            wait += f", pays after {statistics.rounded(verdict.break_even_steps)} steps"
+            wait += f"; this run of {verdict.steps:,} was {enough}"
+        lines.append(wait)
     if verdict.next_command is not None:
         lines.append(f"next: {verdict.next_command}  # {verdict.next_reason}")
     return lines
@@ -212,17 +216,6 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
         figures += "; the machine was busy"
     said = {FASTER: "faster than eager", SLOWER: "slower than eager"}.get(verdict.outcome, "no difference shown")
     return f"{said} ({figures})"
-
-
-def _wait(record: RunRecord, verdict: RunVerdict) -> str:
-    text = f"{number(verdict.wait_seconds or 0.0, 1)} s for compiling and warm-up"
-    if verdict.outcome == SLOWER:
-        return f"{text}, which never pays"
-    if verdict.break_even_steps is None or verdict.steps is None:
-        return text
-    enough = "long enough" if verdict.paid else "too short"
-    pays = f"pays after {statistics.rounded(verdict.break_even_steps)} steps"
-    return f"{text}, {pays}; this run of {verdict.steps:,} was {enough}"
 
 
 def milliseconds(seconds: float) -> str:

@@ -64,7 +64,7 @@ def all_figures(found: WorkloadComparison) -> Columns:
     columns = {
         "arm": [row.cell.arm for row in rows],
         **{
-            f"s to {steps:,}": [_total(row, row.total_seconds.get(steps)) for row in rows]
+            f"s to {steps:,}": [_total(row, steps) for row in rows]
             for steps in dict.fromkeys(steps for row in rows for steps in row.total_seconds)
         },
         **{
@@ -124,9 +124,10 @@ def footnotes(comparisons: Sequence[WorkloadComparison]) -> list[str]:
     return [NOTE] if any(not ratio.shown for ratio in ratios) else []
 
 
-def _total(row: Row, seconds: float | None) -> str:
-    mark = NOT_SURE if row.ratio is not None and not row.ratio.shown and seconds is not None else ""
-    return mark + number(seconds)
+def _total(row: Row, steps: int) -> str:
+    seconds = row.total_seconds.get(steps)
+    unsure = seconds is not None and row.ratio is not None and not row.ratio.shown
+    return NOT_SURE * unsure + number(seconds)
 
 
 def estimated(value: Estimate | None, factor: float = 1.0) -> str:
@@ -355,6 +356,13 @@ def _scaling(records: Sequence[RunRecord]) -> Columns:
         rows.setdefault((record.world_size, how, *batch), []).append(record)
     base = next((each for key, each in rows.items() if key[0] == 1), [])
 
+    def efficiency(record: RunRecord) -> float | None:
+        """Samples a second over as many times those of one device, of the same seed and round where there is one."""
+        same = [one for one in base if (one.seed, one.round) == (record.seed, record.round)] or base
+        rates = [rate for one in same if (rate := one.samples_per_second)]
+        rate = record.samples_per_second
+        return rate / record.world_size / statistics.median(rates) if rate and rates else None
+
     def over(figure: Callable[[RunRecord], float | None]) -> list[str]:
         return [estimated(estimate([figure(one) for one in each])) for each in rows.values()]
 
@@ -363,15 +371,6 @@ def _scaling(records: Sequence[RunRecord]) -> Columns:
         "runs": [str(len(each)) for each in rows.values()],
         "samples a step": over(lambda one: one.samples_per_step),
         "samples/s": over(lambda one: one.samples_per_second),
-        "efficiency": over(lambda one: _efficiency(one, base)),
+        "efficiency": over(efficiency),
     }
     return kept(columns)
-
-
-def _efficiency(record: RunRecord, base: Sequence[RunRecord]) -> float | None:
-    """Samples a second over as many times those of one device, of the same seed and round where there is one."""
-    same = [one for one in base if (one.seed, one.round) == (record.seed, record.round)] or base
-    rates = [rate for one in same if (rate := one.samples_per_second)]
-    if not rates or not record.samples_per_second:
-        return None
-    return record.samples_per_second / record.world_size / statistics.median(rates)
