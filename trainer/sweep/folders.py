@@ -33,7 +33,10 @@ class OwnFolder(Callback):
         """Name the folder after SLURM's job; keep Hydra out of a folder that is another's."""
         first, launch = is_first_process(), environment.launched(os.environ)
         if launch is not None and launch.job is not None:
-            _name_after_job(config.hydra.run, launch.job)
+            # Not the time: all processes name one folder then, and so does the job when it is put into the queue again.
+            written: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
+            with read_write(config):
+                config.hydra.run.dir = re.sub(r"\$\{now:[^}]*\}", f"slurm-{launch.job}", written["dir"])
         OwnFolder.place = f"hydra.run.dir={config.hydra.run.dir}"
         OwnFolder.wanted = Path(config.hydra.run.dir).absolute()
         if not first or taken(OwnFolder.wanted, config.resume):
@@ -44,14 +47,6 @@ class OwnFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         OwnFolder.place = f"hydra.sweep.dir={config.hydra.sweep.dir}"
-
-
-def _name_after_job(node: DictConfig, job: str) -> None:
-    """Put SLURM's ``job`` in the place of the time in ``node.dir``: all processes name one folder then, and so does
-    the job when it is put into the queue again."""
-    written: Any = OmegaConf.to_container(node, resolve=False)
-    with read_write(node):
-        node.dir = re.sub(r"\$\{now:[^}]*\}", f"slurm-{job}", written["dir"])
 
 
 def is_first_process() -> bool:
