@@ -43,23 +43,28 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     asks = {"-h", "--help"} & set(given)
     if not asks and any(OVERRIDE.match(word) and not Path(word).exists() for word in given):
-        return train(given)
-    options = parse(given)
+        from trainer import cli
+
+        named = any(word.startswith(("compile=", "hydra.launcher.arms=")) for word in given)
+        sys.argv[1:] = ["-m", *([] if named else ["compile=eager,regional,whole"]), *given]
+        cli.main()  # a sweep of the arms, which ends the process
+        return 0
+    made = parser("compare", __doc__ or "", ABOUT)
+    add = made.add_argument
+    runs_help = "records, run folders, folders to search, or globs of these; or overrides to train (default: outputs)"
+    add("runs", nargs="*", metavar="RUN", default=["outputs"], help=runs_help)
+    add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: eager)")
+    add("--steps", type=steps, default=AT_STEPS, metavar="N,N", help=STEPS_HELP)
+    form = made.add_mutually_exclusive_group()
+    for kind in ("markdown", "json"):
+        form.add_argument(f"--{kind}", action="store_true", help=f"print {kind} in the place of the tables")
+    against_help = "earlier runs: do their figures hold in these? As crucible verify says it (default: nothing)"
+    add("--against", metavar="RUN", help=against_help)
+    options = made.parse_args(given)
     return exit_code(lambda _: compared(options))
 
 
-def train(arguments: list[str]) -> int:
-    """A sweep of the arms under these overrides; ends the process."""
-    from trainer.cli import main
-
-    named = any(word.startswith(("compile=", "hydra.launcher.arms=")) for word in arguments)
-    sys.argv[1:] = ["-m", *([] if named else ["compile=eager,regional,whole"]), *arguments]
-    main()
-    return 0
-
-
 def compared(options: argparse.Namespace) -> int:
-    """Compare runs that are there."""
     runs = find(options.runs, unreadable=lambda reason: print(f"left out: {reason}", file=sys.stderr))
     comparisons = compare_runs(runs, baseline=options.baseline, at_steps=options.steps)
     scaled = tables.scalings(runs)
@@ -80,21 +85,6 @@ def compared(options: argparse.Namespace) -> int:
     lines, holds = against(comparisons, earlier)
     print("\n".join(lines), file=sys.stderr if options.markdown or options.json else sys.stdout)
     return int(not holds)
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    made = parser("compare", __doc__ or "", ABOUT)
-    add = made.add_argument
-    runs_help = "records, run folders, folders to search, or globs of these; or overrides to train (default: outputs)"
-    add("runs", nargs="*", metavar="RUN", default=["outputs"], help=runs_help)
-    add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: eager)")
-    add("--steps", type=steps, default=AT_STEPS, metavar="N,N", help=STEPS_HELP)
-    form = made.add_mutually_exclusive_group()
-    for kind in ("markdown", "json"):
-        form.add_argument(f"--{kind}", action="store_true", help=f"print {kind} in the place of the tables")
-    against_help = "earlier runs: do their figures hold in these? As crucible verify says it (default: nothing)"
-    add("--against", metavar="RUN", help=against_help)
-    return made.parse_args(arguments)
 
 
 def against(comparisons: Sequence[WorkloadComparison], earlier: Sequence[WorkloadComparison]) -> tuple[list[str], bool]:

@@ -28,7 +28,13 @@ Exit codes: 0 written, 2 wrong arguments or no runs.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    made = parser("report", __doc__ or "", EXAMPLES)
+    add = made.add_argument
+    add("runs", nargs="*", metavar="RUN", default=["outputs"], help="see below (default: outputs)")
+    add("-o", "--output", default="report.html", metavar="FILE", help="the page (default: %(default)s)")
+    add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: %(default)s)")
+    add("--steps", type=steps, default=AT_STEPS, metavar="N,N", help=STEPS_HELP)
+    options = made.parse_args(arguments)
     return exit_code(lambda _: report(options), place=options.output)
 
 
@@ -41,16 +47,6 @@ def report(options: argparse.Namespace) -> int:
     counts = f"{page.counted(len(comparisons), 'workload')}, {page.counted(len(runs), 'run')}"
     print(f"{options.output}: {counts}, {len(text) / 1024:,.0f} KiB")
     return 0
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    made = parser("report", __doc__ or "", EXAMPLES)
-    add = made.add_argument
-    add("runs", nargs="*", metavar="RUN", default=["outputs"], help="see below (default: outputs)")
-    add("-o", "--output", default="report.html", metavar="FILE", help="the page (default: %(default)s)")
-    add("--baseline", default="eager", metavar="ARM", help="arm to compare with (default: %(default)s)")
-    add("--steps", type=steps, default=AT_STEPS, metavar="N,N", help=STEPS_HELP)
-    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

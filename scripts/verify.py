@@ -43,7 +43,17 @@ EXPERIMENT = re.compile(r"^experiment=(\w+)$")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    made = parser("verify", __doc__ or "", MORE)
+    add = made.add_argument
+    add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish")
+    add("--list", action="store_true", help="show the rows, run nothing")
+    add("--smoke", action="store_true", help="only train its arm and eager on a small model")
+    add("--rounds", type=positive, default=3, metavar="N", help="rounds of the arm and eager (default: %(default)s)")
+    add("--out", type=Path, metavar="DIR", help="folder of the runs (default: outputs/verify/ROW-TIME)")
+    add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make tables and pictures anew")
+    add("--tables", action="store_true", help="make tables and pictures of the pages anew from their records")
+    add("--records", type=Path, default=RECORDS, metavar="DIR", help="the records (default: docs/results/records)")
+    options = made.parse_args(arguments)
     return exit_code(lambda _: work(options))
 
 
@@ -141,20 +151,6 @@ def in_small(command: list[str]) -> str:
     experiment = next((found[1] for word in command if (found := EXPERIMENT.match(word))), "")
     names = (experiment if experiment.endswith("smoke") else "", f"{experiment}_smoke")
     return next((name for name in names if name and (CONF / "experiment" / f"{name}.yaml").is_file()), "smoke")
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    made = parser("verify", __doc__ or "", MORE)
-    add = made.add_argument
-    add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish")
-    add("--list", action="store_true", help="show the rows, run nothing")
-    add("--smoke", action="store_true", help="only train its arm and eager on a small model")
-    add("--rounds", type=positive, default=3, metavar="N", help="rounds of the arm and eager (default: %(default)s)")
-    add("--out", type=Path, metavar="DIR", help="folder of the runs (default: outputs/verify/ROW-TIME)")
-    add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make tables and pictures anew")
-    add("--tables", action="store_true", help="make tables and pictures of the pages anew from their records")
-    add("--records", type=Path, default=RECORDS, metavar="DIR", help="the records (default: docs/results/records)")
-    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

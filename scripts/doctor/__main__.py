@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,11 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def examined() -> int:
     """Print every finding as it comes, the quick ones first; returns the exit code."""
-    found = {ERROR: 0, WARNING: 0}
+    found: Counter[str] = Counter()
     for finding in itertools.chain(packages(), places(), limits(), variables(), with_torch()):
         print(finding, flush=True)
-        if finding.status in found:
-            found[finding.status] += 1
+        found[finding.status] += 1
     print(f"errors: {found[ERROR]}, warnings: {found[WARNING]}", flush=True)
     return int(found[ERROR] > 0)
 

@@ -34,6 +34,11 @@ MAX_TEXTS = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
+    made = parser("explain", __doc__ or "", EXAMPLES, overrides=True)
+    add = made.add_argument
+    add("--batches", type=positive, default=BATCHES, metavar="N", help=f"batches to train on (default: {BATCHES})")
+    add("--json", type=Path, metavar="FILE", help="write everything there, for programs (default: nowhere)")
+    parse = made.parse_intermixed_args
     return exit_code(lambda stop: explained(parse(arguments), stop), interrupted="nothing was written")
 
 
@@ -53,14 +58,6 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
         options.json.write_text(explanation.as_json(), encoding="utf-8")
     print_explanation(explanation, Console(highlight=False, soft_wrap=True))
     return 1 if explanation.problems else 0
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser("explain", __doc__ or "", EXAMPLES, overrides=True)
-    add = made.add_argument
-    add("--batches", type=positive, default=BATCHES, metavar="N", help=f"batches to train on (default: {BATCHES})")
-    add("--json", type=Path, metavar="FILE", help="write everything there, for programs (default: nowhere)")
-    return made.parse_intermixed_args(arguments)
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:
