@@ -47,15 +47,8 @@ class TensorBoardPages:
         killed shows as unfinished instead of as zeros."""
         if self._writer is None:
             return
-        from torch.utils.tensorboard.summary import hparams
-
-        columns, begins, self._row_ends = hparams(hyperparameters(record), dict.fromkeys(FINAL, 0.0))
-        kept = columns.value[0].metadata.plugin_data
-        data = HParamsPluginData.FromString(kept.content)
-        for info in data.experiment.metric_infos:  # torch gives them no headings
-            info.display_name = FINAL[info.name.tag][1]
-        kept.content = data.SerializeToString()
-        for summary in (columns, begins):
+        *begin, self._row_ends = row(record)
+        for summary in begin:
             self._writer._get_file_writer().add_summary(summary)
         config = json.dumps(finite(record.config), indent=2, default=str, allow_nan=False)
         self._writer.add_text("run/config", textwrap.indent(config, "    "), 0)
@@ -142,3 +135,16 @@ def batch_size(record: RunRecord) -> int | None:
     task = record.config.get("task", {})
     sizes = [section.get("batch_size") for section in (task.get("data"), task) if isinstance(section, dict)]
     return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def row(record: RunRecord) -> tuple[Summary, Summary, Summary]:
+    """The columns of the table, what opens the run's row, and what closes it once the run has finished."""
+    from torch.utils.tensorboard.summary import hparams
+
+    columns, begins, ends = hparams(hyperparameters(record), dict.fromkeys(FINAL, 0.0))
+    kept = columns.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(kept.content)
+    for info in data.experiment.metric_infos:  # torch gives them no headings
+        info.display_name = FINAL[info.name.tag][1]
+    kept.content = data.SerializeToString()
+    return columns, begins, ends
