@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -32,8 +32,6 @@ PAD, BEGIN, END = 0, 1, 2
 SPECIAL_TOKENS = ["<pad>", "<begin>", "<end>"]
 IGNORED = -100
 """Target that is no target: padding, or a token that was not masked. torch's default for ``cross_entropy``."""
-
-
 Ragged = tuple[tuple[str, int, float, int], ...]
 """Of each tensor of ragged length in a batch: field, dimension, padding value, positions beyond the computed length."""
 
@@ -142,6 +140,11 @@ class TrainedTask(Task):
         """What of a batch the network takes in training, in its order."""
         return ("inputs", "targets")
 
+    @property
+    def counted_on(self) -> str:
+        """Device on whose tensors operations are counted: one where they have no memory."""
+        return "meta"
+
     def ragged(self) -> Ragged:
         """As in ``Declaration``."""
         return ()
@@ -192,14 +195,8 @@ class TrainedTask(Task):
         return None
 
     def counted_net(self) -> nn.Module:
-        """The network whose operations are counted, built under ``counting``."""
+        """The network whose operations are counted, built on ``counted_on``."""
         return self.build_net()
-
-    def counting(self) -> AbstractContextManager[Any]:
-        """Where operations are counted: on tensors without memory."""
-        import torch
-
-        return torch.device("meta")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -223,22 +220,18 @@ class Loading:
         return min(8, cores - 1)
 
 
-def require_at_least(path: str, value: float | None, minimum: float) -> None:
-    """Raise ValueError unless ``value`` is None (automatic) or at least ``minimum``."""
-    if value is not None and not value >= minimum:
-        raise ValueError(f"{path}={value} must be at least {minimum}")
-
-
 def require_fields(path: str, config: object, **minimums: float) -> None:
-    """Raise ValueError unless each field of ``config``, an option under ``path``, is None or at least its minimum."""
+    """Raise ValueError unless each field of ``config``, an option under ``path``, is None (automatic) or at least its
+    minimum."""
     for name, minimum in minimums.items():
-        require_at_least(f"{path}.{name}", getattr(config, name), minimum)
+        value = getattr(config, name)
+        if value is not None and not value >= minimum:
+            raise ValueError(f"{path}.{name}={value} must be at least {minimum}")
 
 
-def require_share(path: str, value: float, *, below_one: bool = False) -> None:
-    """Raise ValueError unless ``value`` lies in [0, 1], or in [0, 1) with ``below_one``."""
-    if not 0 <= value <= 1 or (below_one and value == 1):
-        raise ValueError(f"{path}={value} must be at least 0 and {'below' if below_one else 'at most'} 1")
+def require_share(path: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{path}={value} must be at least 0 and below 1")
 
 
 def require_choice(path: str, value: str, choices: tuple[str, ...]) -> None:
@@ -247,7 +240,6 @@ def require_choice(path: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def require_multiple(path: str, value: int, divisor_path: str, divisor: int) -> None:
-    """Raise ValueError unless ``value`` is a multiple of ``divisor``."""
     if value % divisor:
         raise ValueError(f"{path}={value} must be a multiple of {divisor_path}={divisor}")
 
@@ -276,12 +268,8 @@ def require_memory(what: str, needed: int, *, device: int | None = None) -> None
     total = total_bytes() if device is None else device
     if total is not None and needed > total:
         place = "this machine" if device is None else "the device"
-        raise ValueError(f"{what}: needs at least {gib(needed)} of memory, {place} has {gib(total)}")
-
-
-def gib(size: int) -> str:
-    """``size`` bytes in the unit of all messages."""
-    return f"{size / GIB:,.2f} GiB"
+        sizes = f"needs at least {needed / GIB:,.2f} GiB of memory, {place} has {total / GIB:,.2f} GiB"
+        raise ValueError(f"{what}: {sizes}")
 
 
 def total_bytes() -> int | None:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms.functional import pil_to_tensor
 
 
 def read_image(path: str | Path, *, image_size: int) -> Tensor:
@@ -26,12 +27,7 @@ def read_image(path: str | Path, *, image_size: int) -> Tensor:
             fitted = ImageOps.fit(_to_rgb(image), (image_size, image_size), method=Image.Resampling.BILINEAR)
     except Exception as error:  # PIL's plug-ins raise many kinds, struct.error and SyntaxError included
         raise ValueError(f"{path} does not decode ({type(error).__name__})") from None
-    return to_tensor(fitted)
-
-
-def to_tensor(image: Image.Image) -> Tensor:
-    """An RGB image as uint8 [3, H, W]."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    return pil_to_tensor(fitted).contiguous()
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -106,16 +102,32 @@ class Scene:
             caption += "".join(f" the {left.name} comes before the {right.name}." for left, right in pairs)
         return caption
 
-    def draw(self, image_size: int) -> Image.Image:
-        """Draw the scene as an RGB image of ``image_size`` pixels square."""
+    def draw(self, image_size: int) -> Tensor:
+        """Draw the scene as an RGB image, uint8 [3, ``image_size``, ``image_size``]."""
         image = Image.new("RGB", (image_size, image_size), GROUNDS[self.ground])
         pen = ImageDraw.Draw(image)
         cell = image_size / 3
         for shape in self.shapes:
             row, column = divmod(shape.cell, 3)
             x, y = (column + 0.5 + shape.shift[0]) * cell, (row + 0.5 + shape.shift[1]) * cell
-            _draw_shape(pen, shape.kind, COLOURS[shape.colour], x, y, cell * (0.45 if shape.big else 0.24))
-        return image
+            radius, colour = cell * (0.45 if shape.big else 0.24), COLOURS[shape.colour]
+            box = (x - radius, y - radius, x + radius, y + radius)
+            if shape.kind == "circle":
+                pen.ellipse(box, fill=colour)
+            elif shape.kind == "ring":
+                pen.ellipse(box, outline=colour, width=max(1, round(radius * 0.4)))
+            elif shape.kind == "square":
+                half = radius * 0.85
+                pen.rectangle((x - half, y - half, x + half, y + half), fill=colour)
+            elif shape.kind == "triangle":
+                pen.polygon(
+                    ((x, y - radius), (x - radius, y + radius * 0.8), (x + radius, y + radius * 0.8)), fill=colour
+                )
+            else:
+                bar = radius * 0.3
+                pen.rectangle((x - radius, y - bar, x + radius, y + bar), fill=colour)
+                pen.rectangle((x - bar, y - radius, x + bar, y + radius), fill=colour)
+        return pil_to_tensor(image).contiguous()
 
 
 def make_scene(key: str, *, max_objects: int) -> Scene:
@@ -140,7 +152,7 @@ def make_scene(key: str, *, max_objects: int) -> Scene:
 
 def scene_image(key: str, max_objects: int, image_size: int, index: int) -> Tensor:
     """The image of the scene ``key/index``; ``key`` names the seed and the split."""
-    return to_tensor(make_scene(f"{key}/{index}", max_objects=max_objects).draw(image_size))
+    return make_scene(f"{key}/{index}", max_objects=max_objects).draw(image_size)
 
 
 class LabelledScenes(Dataset[tuple[Tensor, int]]):
@@ -168,22 +180,4 @@ class LabelledScenes(Dataset[tuple[Tensor, int]]):
         scene = make_scene(f"{self._key}/{index}", max_objects=1)
         (shape,) = scene.shapes
         label = SHAPES.index(shape.kind) * len(COLOURS) + list(COLOURS).index(shape.colour)
-        return to_tensor(scene.draw(self._image_size)), label
-
-
-def _draw_shape(
-    pen: ImageDraw.ImageDraw, kind: str, colour: tuple[int, int, int], x: float, y: float, radius: float
-) -> None:
-    box = (x - radius, y - radius, x + radius, y + radius)
-    if kind == "circle":
-        pen.ellipse(box, fill=colour)
-    elif kind == "ring":
-        pen.ellipse(box, outline=colour, width=max(1, round(radius * 0.4)))
-    elif kind == "square":
-        pen.rectangle((x - radius * 0.85, y - radius * 0.85, x + radius * 0.85, y + radius * 0.85), fill=colour)
-    elif kind == "triangle":
-        pen.polygon(((x, y - radius), (x - radius, y + radius * 0.8), (x + radius, y + radius * 0.8)), fill=colour)
-    else:
-        bar = radius * 0.3
-        pen.rectangle((x - radius, y - bar, x + radius, y + bar), fill=colour)
-        pen.rectangle((x - bar, y - radius, x + bar, y + radius), fill=colour)
+        return scene.draw(self._image_size), label

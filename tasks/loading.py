@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning as L
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -73,8 +75,8 @@ class ResumableDataModule(L.LightningDataModule):
     Batches are moved to the device by Lightning: a NamedTuple of tensors and host numbers goes as it is.
     """
 
-    train_set: Dataset[Any]
-    val_set: Dataset[Any]
+    train_set: Any
+    val_set: Any
     option: ClassVar[str] = "task.data"
     """Where a user sets the batch's size."""
     collate: Callable[[list[Any]], Any] | None = None
@@ -86,23 +88,20 @@ class ResumableDataModule(L.LightningDataModule):
         self.task, self.seed, self.batch_size = task, seed, task.data.batch_size
         self._is_set_up = False
 
-    def open(self) -> str:
-        """Set ``train_set`` and ``val_set``; returns where the examples come from, for messages.
-
-        Raises ValueError, naming the file, for unusable input.
-        """
+    def open(self) -> None:
+        """Set ``train_set`` and ``val_set``. Raises ValueError, naming the file, for unusable input."""
         raise NotImplementedError
 
     def setup(self, stage: str | None = None) -> None:
         """Open the sets, once, and read one example of each. Raises ValueError for unusable input."""
         if self._is_set_up:
             return
-        place = self.open()
-        replicas, count = self._replicas()[0], len(self.train_set)  # type: ignore[arg-type]
+        self.open()
+        replicas, count = self._replicas()[0], len(self.train_set)
         if count < self.batch_size * replicas:
             raise ValueError(
                 f"{self.option}.batch_size={self.batch_size} on {replicas} devices is more than the "
-                f"{count} training examples of {place}"
+                f"{count} training examples"
             )
         # A set without one example that can be read stops here, not at the first validation.
         _ = self.train_set[0], self.val_set[0]
@@ -163,14 +162,8 @@ class ResumableDataModule(L.LightningDataModule):
 
 def pad_rows(rows: Sequence[torch.Tensor], *, width: int | None, padding: int = PAD) -> torch.Tensor:
     """Stack int64 rows [length], padded on the right to ``width`` tokens or, where it is None, to the longest row's."""
-    lengths = [len(row) for row in rows]
-    width = max(lengths) if width is None else width
-    if min(lengths) == width:
-        return torch.stack(list(rows))
-    padded = torch.full((len(rows), width), padding, dtype=torch.long)
-    for place, row in zip(padded, rows, strict=True):
-        place[: len(row)] = row
-    return padded
+    padded = pad_sequence(list(rows), batch_first=True, padding_value=padding)
+    return padded if width is None else pad(padded, (0, width - padded.shape[1]), value=padding)
 
 
 # ---- the tokenizer: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909, over bytes as in GPT-2
@@ -183,15 +176,19 @@ def load_tokenizer(texts: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
     """
     from tokenizers import Tokenizer
 
-    digest = hashlib.blake2b(digest_size=6)
-    for text in texts:
-        digest.update(text.encode() + b"\0")
     return load_or_make(
-        f"tokenizer-{vocabulary_size}-{digest.hexdigest()}.json",
+        f"tokenizer-{vocabulary_size}-{_digest(texts)}.json",
         load=lambda path: Tokenizer.from_file(str(path)),
         make=lambda: train_tokenizer(texts, vocabulary_size=vocabulary_size),
         save=lambda path, tokenizer: tokenizer.save(str(path), pretty=False),
     )
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()
 
 
 def train_tokenizer(texts: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
@@ -221,11 +218,8 @@ def load_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.intege
     Loaded from the user's cache, or encoded and kept there. The file's name carries a hash of tokenizer and texts.
     It is mapped into memory, which loader processes then share.
     """
-    digest = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=8)
-    for text in texts:
-        digest.update(text.encode(errors="replace") + b"\0")
     return load_or_make(
-        f"tokens-{digest.hexdigest()}.npy",
+        f"tokens-{_digest([tokenizer.to_str(), *texts])}.npy",
         load=lambda path: np.load(path, mmap_mode="r"),
         make=lambda: encode(texts, tokenizer),
         save=np.save,
@@ -236,14 +230,8 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer) -> NDArray[np.integer]:
     """Token ids of ``texts``, an ``END`` after each; uint16 where they fit."""
     kind = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.int32
     parts = [np.empty(0, dtype=kind)]
-    before = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = True  # a text that holds "<end>" is no end
-    try:
-        for begin in range(0, len(texts), AT_ONCE):
-            # A lone surrogate, which JSON can hold, is no text to the tokenizer.
-            chunk = [text.encode(errors="replace").decode() for text in texts[begin : begin + AT_ONCE]]
-            encodings = tokenizer.encode_batch_fast(chunk, add_special_tokens=False)
-            parts.append(np.concatenate([np.array([*encoding.ids, END], dtype=kind) for encoding in encodings]))
-    finally:
-        tokenizer.encode_special_tokens = before
+    for begin in range(0, len(texts), AT_ONCE):
+        encodings = tokenizer.encode_batch_fast(texts[begin : begin + AT_ONCE], add_special_tokens=False)
+        parts += [np.array([*encoding.ids, END], dtype=kind) for encoding in encodings]
     return np.concatenate(parts)

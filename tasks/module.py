@@ -195,7 +195,7 @@ def operations(task: TrainedTask) -> tuple[int, int, int] | None:
 
 def _count(task: TrainedTask, rows: int, positions: int) -> int:
     """Operations of a batch. No weight, no random state and no device is touched."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), task.counting():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device(task.counted_on):
         net = task.counted_net().train()
         # The plain kernel: fused ones compute some of it again in backward, and differ in what the counter knows of
         # them. With gradients also where they are not needed: torch.nn's attention takes the path that is counted.
@@ -213,22 +213,40 @@ Scores = tuple[Tensor, Tensor | None, Tensor | None]
 """Mean loss in nats a target, right predictions and targets, all 0-D; the last two are None in training mode."""
 
 
-def class_scores(logits_K: Tensor, targets: Tensor, *, training: bool, ignored: int = IGNORED) -> Scores:
+def class_scores(
+    logits_K: Tensor,
+    targets: Tensor,
+    *,
+    training: bool,
+    ignored: int = IGNORED,
+    cross_entropy: Callable[..., Tensor] = F.cross_entropy,
+) -> Scores:
     """Scores of logits [..., K] for int64 targets [...]; those that are ``ignored`` are no targets.
 
     In training mode the last two are None: an argmax over the classes is not paid for on the training path.
     """
     logits_TK, targets_T = logits_K.flatten(0, -2), targets.flatten()
-    loss = F.cross_entropy(logits_TK, targets_T, ignore_index=ignored)
+    loss = cross_entropy(logits_TK, targets_T, ignore_index=ignored)
     if training:
         return loss, None, None
-    return loss, *right_predictions(logits_TK, targets_T, ignored=ignored)
-
-
-def right_predictions(logits_TK: Tensor, targets_T: Tensor, *, ignored: int) -> tuple[Tensor, Tensor]:
-    """Number of targets that have the largest logit, and of targets, 0-D."""
     real_T = targets_T != ignored
-    return ((logits_TK.argmax(dim=-1) == targets_T) & real_T).sum(), real_T.sum()
+    return loss, ((logits_TK.argmax(dim=-1) == targets_T) & real_T).sum(), real_T.sum()
+
+
+class ScoringTail(nn.Module):
+    """Norm, head and loss: one region, so that a compiler may fuse the loss into the head."""
+
+    def __init__(self, norm: nn.Module, head: nn.Linear, *, ignored: int = IGNORED) -> None:
+        """``ignored``: the target that is none."""
+        super().__init__()
+        self.norm, self.head, self.ignored = norm, head, ignored
+
+    def forward(self, x_D: Tensor, targets: Tensor | None) -> Tensor | Scores:
+        """Logits [..., K] of features [..., D]; with int64 targets [...], their ``Scores``."""
+        logits_K: Tensor = self.head(self.norm(x_D))
+        if targets is None:
+            return logits_K
+        return class_scores(logits_K, targets, training=self.training, ignored=self.ignored)
 
 
 def attend(

@@ -5,7 +5,7 @@ Shape letters: B batch, H height, W width, S tokens of the longest caption (begi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tasks.base import BEGIN, END
-from tasks.captioning.task import Examples
 from tasks.loading import ResumableDataModule, load_tokenizer, load_tokens, pad_rows
 
 if TYPE_CHECKING:
@@ -48,13 +47,15 @@ def collate(items: Sequence[tuple[Tensor, Tensor]], *, pad_to: int | None) -> Ca
 class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
     """Pairs of image (uint8 [3, H, W]) and tokens (int64, begin ... end); item ``i`` is the same in every run."""
 
-    def __init__(self, examples: Examples, tokenizer: Tokenizer, *, max_positions: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, captions: Sequence[str], image: Callable[[int], Tensor], *, max_positions: int
+    ) -> None:
         """Tokenize all captions; leave out and count those that are empty or need more than ``max_positions``.
 
         Raises ValueError when no example is left.
         """
-        self._image = examples.image
-        self._ids = load_tokens(examples.captions, tokenizer)
+        self._image = image
+        self._ids = load_tokens(captions, tokenizer)
         ends = np.flatnonzero(self._ids == END)
         # A caption of n tokens is begin + n + end: n + 1 positions are read, n + 1 predicted.
         positions = np.diff(ends, prepend=-1)
@@ -64,7 +65,7 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
         """Examples left out, by reason."""
         self._kept = np.flatnonzero(~(empty | too_long))
         if not len(self._kept):
-            raise ValueError(f"{examples.place} holds no usable example ({self.skipped or 'it is empty'})")
+            raise ValueError(f"task.data holds no usable example ({self.skipped})")
         self._ends, self.lengths = ends[self._kept] + 1, positions[self._kept]
         """Where the tokens of each example end; and the text positions that the model computes for it."""
 
@@ -73,10 +74,8 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         end, count = int(self._ends[index]), int(self.lengths[index])
-        tokens = torch.empty(count + 1, dtype=torch.long)
-        tokens[0] = BEGIN
-        tokens[1:] = torch.from_numpy(self._ids[end - count : end].astype(np.int64))
-        return self._image(int(self._kept[index])), tokens
+        tokens = np.concatenate(([BEGIN], self._ids[end - count : end]), dtype=np.int64)
+        return self._image(int(self._kept[index])), torch.from_numpy(tokens)
 
 
 class CaptionDataModule(ResumableDataModule):
@@ -84,13 +83,12 @@ class CaptionDataModule(ResumableDataModule):
 
     tokenizer: Tokenizer
 
-    def open(self) -> str:
+    def open(self) -> None:
         size, data = self.task.size, self.task.data
         train, val = (data.split(name, seed=self.seed, image_size=size.image_size) for name in ("train", "val"))
-        self.tokenizer = load_tokenizer(train.captions, vocabulary_size=size.vocabulary_size)
+        self.tokenizer = load_tokenizer(train[0], vocabulary_size=size.vocabulary_size)
         self.collate = partial(collate, pad_to=data.pad_to)
         most = size.max_tokens if data.pad_to is None else data.pad_to
         self.train_set, self.val_set = (
-            CaptionDataset(split, self.tokenizer, max_positions=most) for split in (train, val)
+            CaptionDataset(self.tokenizer, *split, max_positions=most) for split in (train, val)
         )
-        return train.place

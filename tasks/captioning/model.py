@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from tasks.base import PAD
-from tasks.module import Attention, Scores, TextEmbedding, class_scores, draw_weights, mlp
+from tasks.module import Attention, Scores, ScoringTail, TextEmbedding, draw_weights, mlp
 
 if TYPE_CHECKING:
     from tasks.captioning.task import CaptionerSize
@@ -38,7 +38,10 @@ class CaptionNet(nn.Module):
         super().__init__()
         self.encoder = ImageEncoder(size)
         self.decoder = TextDecoder(size)
-        self.tail = LanguageTail(size.decoder_width, size.vocabulary_size)
+        width = size.decoder_width
+        head = nn.Linear(width, size.vocabulary_size, bias=False)  # does not share the embedding's weight
+        self.tail = ScoringTail(nn.LayerNorm(width), head, ignored=PAD)
+        nn.init.normal_(head.weight, std=0.02)
 
     def forward(self, images_BCHW: Tensor, tokens_BS: Tensor) -> Scores:
         """Score captions: uint8 images [B, 3, H, W]; int64 tokens [B, S], beginning ... end, then padding.
@@ -148,22 +151,3 @@ class TextDecoder(nn.Module):
         for block in self.blocks:
             x_BSD = block(x_BSD, image_BND)
         return x_BSD
-
-
-class LanguageTail(nn.Module):
-    """Final norm, head and loss: one region, so that a compiler may fuse the loss into the head."""
-
-    def __init__(self, width: int, vocabulary_size: int) -> None:
-        """The head has no bias and does not share the embedding's weight."""
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary_size, bias=False)
-        nn.init.normal_(self.head.weight, std=0.02)
-
-    def forward(self, x_BSD: Tensor, targets_BS: Tensor) -> Scores:
-        """Return (mean loss in nats, right predictions, targets), 0-D, over targets that are not padding.
-
-        In training mode the last two are None.
-        """
-        logits_BSV: Tensor = self.head(self.norm(x_BSD))
-        return class_scores(logits_BSV, targets_BS, training=self.training, ignored=PAD)

@@ -21,7 +21,6 @@ from tasks.base import (
     Loading,
     Ragged,
     TrainedTask,
-    require_at_least,
     require_fields,
     require_multiple,
     require_share,
@@ -31,17 +30,7 @@ if TYPE_CHECKING:
     import lightning
     from torch import Tensor, nn
 
-
-@dataclass(kw_only=True, slots=True)
-class Examples:
-    """One split: caption ``i`` belongs to the image that ``image(i)`` returns."""
-
-    captions: list[str]
-    """One caption an example; an image with several captions is several examples."""
-    image: Callable[[int], Tensor]
-    """Index of an example to its uint8 image [3, H, W]; raises ValueError for a file that does not decode."""
-    place: str
-    """Where the examples come from, for messages: a folder or a file."""
+    Examples = tuple[list[str], Callable[[int], Tensor]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,12 +43,13 @@ class CaptionData(Loading):
 
     def __post_init__(self) -> None:
         Loading.__post_init__(self)
-        require_at_least("task.data.pad_to", self.pad_to, 2)
+        require_fields("task.data", self, pad_to=2)
 
     def split(self, name: str, *, seed: int, image_size: int) -> Examples:
-        """List the examples for ``train`` or ``val``, with images of ``image_size`` pixels square.
+        """Captions for ``train`` or ``val``, one an example; and what returns the image of an example's number, uint8
+        [3, ``image_size``, ``image_size``].
 
-        Raises ValueError, naming the file, for a source that cannot be used.
+        Both raise ValueError, naming the file, for a source that cannot be used.
         """
         raise NotImplementedError
 
@@ -98,8 +88,7 @@ class Shapes(GeneratedCaptions):
 
         key, most = f"{seed}/{name}", self.max_objects
         captions = [make_scene(f"{key}/{index}", max_objects=most).caption() for index in range(self.count_of(name))]
-        image = partial(scene_image, key, most, image_size)
-        return Examples(captions=captions, image=image, place="the embedded shapes")
+        return captions, partial(scene_image, key, most, image_size)
 
 
 WORDS = ["".join(letters) for letters in itertools.product("bdfgklmn", "aeio", "rstvz", "uy")]
@@ -119,8 +108,7 @@ class Lognormal(GeneratedCaptions):
 
     def split(self, name: str, *, seed: int, image_size: int) -> Examples:
         captions = [_lognormal_caption(f"{seed}/{name}/{index}") for index in range(self.count_of(name))]
-        image = partial(_noise, f"{seed}/{name}", image_size)
-        return Examples(captions=captions, image=image, place="captions of lognormal lengths")
+        return captions, partial(_noise, f"{seed}/{name}", image_size)
 
 
 def _lognormal_caption(key: str) -> str:
@@ -149,22 +137,20 @@ class Coco(CaptionData):
         file = max(Path(self.root, "annotations").glob(f"captions_{name}*.json"), default=None)
         if file is None:
             raise ValueError(f"task.data.root={self.root!r} has no annotations/captions_{name}*.json")
-        items = _read(file)
-        image = partial(_image, [path for path, _ in items], image_size)
-        return Examples(captions=[caption for _, caption in items], image=image, place=str(file))
-
-
-def _read(file: Path) -> list[tuple[Path, str]]:
-    """Image and caption of each annotation. Raises ValueError, naming the file, for one that cannot be used."""
-    folder = file.parents[1] / file.stem.removeprefix("captions_")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder of images")
-    try:
-        content = json.loads(file.read_bytes())
-        paths = {image["id"]: folder / image["file_name"] for image in content["images"]}
-        return [(paths[each["image_id"]], " ".join(str(each["caption"]).split())) for each in content["annotations"]]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not a COCO caption file ({type(error).__name__}: {error})") from None
+        folder = Path(self.root, file.stem.removeprefix("captions_"))
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder of images")
+        try:
+            content = json.loads(file.read_bytes())
+            files = {image["id"]: folder / image["file_name"] for image in content["images"]}
+            paths = [files[each["image_id"]] for each in content["annotations"]]
+            # A lone surrogate, which JSON can hold, is no text to a tokenizer.
+            texts = [str(each["caption"]).encode(errors="replace").decode() for each in content["annotations"]]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is not a COCO caption file ({type(error).__name__}: {error})") from None
+        if not texts:
+            raise ValueError(f"{file} has no annotations")
+        return [" ".join(text.split()) for text in texts], partial(_image, paths, image_size)
 
 
 def _image(paths: list[Path], image_size: int, index: int) -> Tensor:
@@ -212,7 +198,7 @@ class CaptionerSize:
         require_fields("task.size", self, image_size=1, patch_size=1, vocabulary_size=259, max_tokens=3)
         require_fields("task.size", self, encoder_layers=1, encoder_width=1, encoder_heads=1)
         require_fields("task.size", self, decoder_layers=1, decoder_width=1, decoder_heads=1)
-        require_share("task.size.dropout", self.dropout, below_one=True)
+        require_share("task.size.dropout", self.dropout)
         for value, divisor in (
             ("image_size", "patch_size"),
             ("encoder_width", "encoder_heads"),

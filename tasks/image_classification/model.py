@@ -19,7 +19,7 @@ from torchvision.models import ResNet, VisionTransformer
 
 from tasks.base import suggest
 from tasks.loading import ResumableDataModule
-from tasks.module import Scores, class_scores
+from tasks.module import Scores, class_scores, on_meta
 
 TIMM = "timm/"
 """Begins the names of timm's networks."""
@@ -35,16 +35,36 @@ def build_model(name: str, *, classes: int, image_size: int) -> nn.Module:
 
     Raises ValueError for an unknown name, with a suggestion, and for a size that the network cannot be built for.
     """
-    _require_known(name)
+    if name.startswith(TIMM):
+        if importlib.util.find_spec("timm") is None:
+            raise ValueError(f"task.model={name} needs timm: pip install -e '.[models]'")
+        import timm
+
+        known, library = [TIMM + each for each in timm.list_models()], "timm has"
+    else:
+        known = [*torchvision.models.list_models(module=torchvision.models), *SMALL_TRANSFORMERS]
+        library = "torchvision has (timm's are written timm/<name>)"
+    if name not in known:
+        raise ValueError(f"task.model={name!r} is not a classification network that {library}{suggest(name, known)}")
+    options: dict[str, Any] = {"num_classes": classes}
     try:
         if name.startswith(TIMM):
-            return _timm_model(name.removeprefix(TIMM), classes=classes, image_size=image_size)
+            name_there = name.removeprefix(TIMM)
+            published = timm.get_pretrained_cfg(name_there)
+            if published is not None and published.fixed_input_size:  # networks for any size take no such argument
+                options["img_size"] = image_size
+            return timm.create_model(name_there, pretrained=False, **options)
         if name in SMALL_TRANSFORMERS:
             width, heads = SMALL_TRANSFORMERS[name]
-            return VisionTransformer(image_size, 16, 12, heads, width, 4 * width, num_classes=classes)
-        return torchvision.models.get_model(
-            name, weights=None, num_classes=classes, **_torchvision_arguments(name, image_size)
-        )
+            return VisionTransformer(image_size, 16, 12, heads, width, 4 * width, **options)
+        if name.startswith("vit_"):
+            options["image_size"] = image_size
+        elif name.startswith("maxvit_"):
+            options["input_size"] = (image_size, image_size)
+        elif name in ("googlenet", "inception_v3"):
+            # Both would warn that their way to draw weights will change; this is the one they were published with.
+            options |= {"aux_logits": False, "init_weights": True}
+        return torchvision.models.get_model(name, weights=None, **options)
     except (AssertionError, ValueError) as error:  # torch._assert in constructors raises AssertionError
         raise ValueError(f"task.image_size={image_size}: {name} cannot be built for it ({error})") from None
 
@@ -52,47 +72,13 @@ def build_model(name: str, *, classes: int, image_size: int) -> nn.Module:
 @functools.lru_cache(maxsize=4)
 def skeleton(name: str, *, classes: int, image_size: int) -> nn.Module:
     """The network of ``build_model`` without memory for its weights; draws no random numbers. Not to be changed."""
-    with torch.random.fork_rng(devices=[]):
-        try:
-            with torch.device("meta"):
-                return build_model(name, classes=classes, image_size=image_size)
-        except NotImplementedError:
-            # Constructors that compute with tensors (RegNet's widths) need real ones.
-            return build_model(name, classes=classes, image_size=image_size).to("meta")
-
-
-def _torchvision_arguments(name: str, image_size: int) -> dict[str, Any]:
-    if name.startswith("vit_"):
-        return {"image_size": image_size}
-    if name.startswith("maxvit_"):
-        return {"input_size": (image_size, image_size)}
-    if name in ("googlenet", "inception_v3"):
-        # Both would warn that their way to draw weights will change; this is the one they were published with.
-        return {"aux_logits": False, "init_weights": True}
-    return {}
-
-
-def _timm_model(name: str, *, classes: int, image_size: int) -> nn.Module:
-    import timm
-
-    # Networks for any size take no such argument.
-    published = timm.get_pretrained_cfg(name)
-    size: dict[str, Any] = {"img_size": image_size} if published is not None and published.fixed_input_size else {}
-    return timm.create_model(name, pretrained=False, num_classes=classes, **size)
-
-
-def _require_known(name: str) -> None:
-    if not name.startswith(TIMM):
-        known = [*torchvision.models.list_models(module=torchvision.models), *SMALL_TRANSFORMERS]
-        library = "torchvision has (timm's are written timm/<name>)"
-    elif importlib.util.find_spec("timm") is None:
-        raise ValueError(f"task.model={name} needs timm: pip install -e '.[models]'")
-    else:
-        import timm
-
-        known, library = [TIMM + each for each in timm.list_models()], "timm has"
-    if name not in known:
-        raise ValueError(f"task.model={name!r} is not a classification network that {library}{suggest(name, known)}")
+    build = functools.partial(build_model, name, classes=classes, image_size=image_size)
+    try:
+        return on_meta(build)
+    except NotImplementedError:
+        # Constructors that compute with tensors (RegNet's widths) need real ones.
+        with torch.random.fork_rng(devices=[]):
+            return build().to("meta")
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -112,15 +98,6 @@ def find_blocks(model: nn.Module) -> list[str]:
     return [path for path in paths if not any(path.startswith(f"{outer}.") for outer in paths)]
 
 
-def is_convolutional(model: nn.Module) -> bool:
-    """Whether ``model`` convolves more than once: a transformer cuts its patches with its only convolution."""
-    return sum(isinstance(module, nn.Conv2d) for module in model.modules()) > 1
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-
-
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's pixels by channel, in [0, 1]: what published weights and recipes assume."""
 
@@ -135,7 +112,8 @@ class ClassifierNet(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        channels_last = is_convolutional(model)
+        # A transformer cuts its patches with its only convolution.
+        channels_last = sum(isinstance(module, nn.Conv2d) for module in model.modules()) > 1
         # On the module and its input alike: a strong eager, as cuDNN's and oneDNN's fast convolutions have this layout.
         self.model = model.to(memory_format=torch.channels_last) if channels_last else model
         self.stem = Stem(model, channels_last=channels_last)
@@ -199,19 +177,14 @@ class Tail(nn.Module):
         super().__init__()
         self._borrowed = (model,)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Class scores [B, K] of what the model's blocks returned."""
+    def forward(self, x: Tensor, targets_B: Tensor | None) -> Tensor | Scores:
+        """Logits [B, K] without targets, else (mean loss, right predictions, examples); see ``ClassifierNet``."""
         (model,) = self._borrowed
         if isinstance(model, ResNet):
             x = model.fc(torch.flatten(model.avgpool(x), 1))
         elif isinstance(model, VisionTransformer):
             x = model.heads(model.encoder.ln(x)[:, 0])
-        return x
-
-    def forward(self, x: Tensor, targets_B: Tensor | None) -> Tensor | Scores:
-        """Logits [B, K] without targets, else (mean loss, right predictions, examples); see ``ClassifierNet``."""
-        logits_BK = self.logits(x)
-        return logits_BK if targets_B is None else class_scores(logits_BK, targets_B, training=self.training)
+        return x if targets_B is None else class_scores(x, targets_B, training=self.training)
 
 
 # ---- batches of labelled images --------------------------------------------------------------------------------------
@@ -233,10 +206,9 @@ def collate(items: Sequence[tuple[Tensor, int]]) -> ImageBatch:
 class LabelledDataModule(ResumableDataModule):
     """Loads batches of labelled images, in an order that a resumed run continues exactly."""
 
-    def open(self) -> str:
+    def open(self) -> None:
         data, found, outputs = self.task.data, self.task.data.class_count(), self.task.class_count()
         if found > outputs:  # on a GPU a label beyond them would end the process without saying why
             raise ValueError(f"task.classes={outputs} must be at least {found}, the classes of the data")
         self.train_set, self.val_set = data.sets(seed=self.seed, image_size=self.task.image_size)
         self.collate = collate
-        return data.place()

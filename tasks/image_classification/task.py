@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 class LabelledData(Loading):
     """Base of every source of labelled images."""
 
-    def place(self) -> str:
-        """Where the images come from, for messages."""
-        raise NotImplementedError
-
     def class_count(self) -> int:
         """Classes of the data. Raises ValueError, naming the file, for what cannot be used; so does ``sets``."""
         raise NotImplementedError
@@ -60,9 +56,6 @@ class LabelledShapes(LabelledData):
         LabelledData.__post_init__(self)
         require_fields("task.data", self, train_images=1, val_images=1, distinct=1)
 
-    def place(self) -> str:
-        return "the embedded shapes"
-
     def class_count(self) -> int:
         from tasks.images import COLOURS, SHAPES
 
@@ -86,9 +79,6 @@ class ImageFolder(LabelledData):
         LabelledData.__post_init__(self)
         if not self.root:
             raise ValueError("task.data.root='' must name a folder of images")
-
-    def place(self) -> str:
-        return self.root
 
     def class_count(self) -> int:
         from torchvision.datasets.folder import find_classes
@@ -143,7 +133,7 @@ class ImageClassification(TrainedTask):
         """Build the module. Raises ValueError for an unknown network and for images that it cannot take."""
         from tasks.module import operations
 
-        self.counted_net()  # raises by itself for an unknown name
+        self.skeleton()  # raises by itself for an unknown name
         try:
             operations(self)
         except (AssertionError, RuntimeError, ValueError) as error:  # too small an image stops here, not the first step
@@ -158,9 +148,9 @@ class ImageClassification(TrainedTask):
 
     def default_learning_rate(self) -> float:
         """Networks without batch norm (transformers, AlexNet) diverge at the rates that ResNets like."""
-        from tasks.image_classification.model import has_batch_norm
+        from torch import nn
 
-        return 1e-3 if has_batch_norm(self.skeleton()) else 3e-4
+        return 1e-3 if any(isinstance(module, nn.BatchNorm2d) for module in self.skeleton().modules()) else 3e-4
 
     def declare(self) -> Declaration:
         """One graph for the whole network with its loss; or its blocks, with what is around them apart.

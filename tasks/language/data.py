@@ -87,17 +87,12 @@ class TextDataset(Dataset[Tensor]):
         """A row; of a list of numbers, as ``PackedSampler`` draws them, a list of rows."""
         if isinstance(index, list):
             return [self[each] for each in index]
-        if index >= len(self):
-            raise IndexError(index)
         count = int(self.lengths[index]) + self._extra
         if self._packed:
             begin = index * self.positions
             return torch.from_numpy(self._ids[begin : begin + count].astype(np.int64))
         begin = int(self._ends[index - 1]) + 1 if index else 0
-        row = torch.empty(count, dtype=torch.long)
-        row[0] = BEGIN
-        row[1:] = torch.from_numpy(self._ids[begin : begin + count - 1].astype(np.int64))
-        return row
+        return torch.from_numpy(np.concatenate(([BEGIN], self._ids[begin : begin + count - 1]), dtype=np.int64))
 
 
 SHARE = 0.15
@@ -107,21 +102,33 @@ MASKED, REPLACED = 0.8, 0.1
 
 
 class MaskedBatch(NamedTuple):
-    """What the loader yields and the module takes."""
+    """What the loader yields and the module takes: a document a row, rows packed full, or one row of several documents.
+
+    Only the last has positions, offsets, and counts of them. N are its sequences: documents, padding, empty ones.
+    """
 
     tokens: Tensor
     """int64 [B, S]: what the model reads, then padding."""
     targets: Tensor
     """int64 [B, S]: the tokens to predict; ``IGNORED`` at all others."""
     mask: Tensor | None
-    """bool [B, S]: true at tokens, false at padding; None where rows are packed full."""
+    """bool [B, S]: true at tokens, false at padding; None where none is hidden from its own document's others."""
     useful_tokens: int
     """Positions that are not padding."""
+    positions: Tensor | None = None
+    """int64 [1, S]: place of each token within its document."""
+    offsets: Tensor | None = None
+    """int32 [N + 1], ascending: sequence i is offsets[i] to offsets[i + 1]. The last is S: padding is made of sequences
+    of its own, at most as long as a document, and what is left of the N are empty."""
+    documents: int | None = None
+    """Documents in the row."""
+    attended: int | None = None
+    """Pairs of positions that attend to each other, over all sequences."""
 
     @staticmethod
     def host_only() -> tuple[str, ...]:
         """Fields that no training step reads: CUDA graphs need not be captured for each of their values."""
-        return ("useful_tokens",)
+        return ("useful_tokens", "documents", "attended")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,17 +146,15 @@ class CollateMasked:
     """Tokens of the tokenizer; the ordinary ones among them replace others at random."""
     task: MaskedLM
 
-    def __call__(self, rows: Sequence[Tensor]) -> Any:
+    def __call__(self, rows: Sequence[Any]) -> MaskedBatch:
         lengths, tokens_T, targets_T = self.hide(rows)
         data = self.task.data
-        width = int(lengths.max()) if data.pad_to is None else data.pad_to
-        mask_BS = np.arange(width) < lengths[:, None]
-        tokens_BS = np.full(mask_BS.shape, PAD, dtype=np.int64)
-        tokens_BS[mask_BS] = tokens_T
-        targets_BS = np.full(mask_BS.shape, IGNORED, dtype=np.int64)
-        targets_BS[mask_BS] = targets_T
-        mask = torch.from_numpy(mask_BS) if data.packing == "documents" else None
-        return MaskedBatch(torch.from_numpy(tokens_BS), torch.from_numpy(targets_BS), mask, len(tokens_T))
+        tokens_BS, targets_BS = (
+            pad_rows(torch.from_numpy(values_T).split(lengths.tolist()), width=data.pad_to, padding=padding)
+            for values_T, padding in ((tokens_T, PAD), (targets_T, IGNORED))
+        )
+        mask_BS = tokens_BS != PAD if data.packing == "documents" else None
+        return MaskedBatch(tokens_BS, targets_BS, mask_BS, len(tokens_T))
 
     def hide(self, rows: Sequence[Tensor]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Lengths of the rows; what the model reads of all of them, one after the other; and its targets."""
@@ -157,7 +162,15 @@ class CollateMasked:
         tokens_T = torch.cat(list(rows)).numpy()
         # numpy: several times as fast as torch on arrays of this size, and a batch has to be ready in milliseconds.
         generator = np.random.default_rng((self.seed, zlib.crc32(tokens_T.tobytes())))
-        picked_T = self._pick(tokens_T, lengths, generator)
+        # A random order in which special tokens come last; each row takes its first ones.
+        order_T = generator.random(len(tokens_T), dtype=np.float32)
+        order_T[tokens_T < len(SPECIAL_TOKENS)] = 2.0
+        begins, picked = lengths.cumsum() - lengths, []
+        for begin, order in zip(begins, np.split(order_T, begins[1:]), strict=True):
+            ordinary = int((order < 2.0).sum())
+            count = min(ordinary, max(1, round(SHARE * ordinary)))
+            picked.append(begin + order.argpartition(count - 1)[:count])
+        picked_T = np.sort(np.concatenate(picked))
         targets_T = np.full(len(tokens_T), IGNORED, dtype=np.int64)
         targets_T[picked_T] = true_P = tokens_T[picked_T]
         draw_P = generator.random(len(true_P), dtype=np.float32)
@@ -165,23 +178,6 @@ class CollateMasked:
         shown_P = np.where(draw_P < MASKED, self.task.network.mask_token, true_P)
         tokens_T[picked_T] = np.where((draw_P >= MASKED) & (draw_P < MASKED + REPLACED), random_P, shown_P)
         return lengths, tokens_T, targets_T
-
-    def _pick(
-        self, tokens_T: NDArray[np.int64], lengths: NDArray[np.int64], generator: np.random.Generator
-    ) -> NDArray[np.int64]:
-        """Where tokens are to be predicted, ascending: the rounded share of each row, at least one."""
-        # A random order in which special tokens come last; each row takes its first ones.
-        order_T = generator.random(len(tokens_T), dtype=np.float32)
-        special_T = tokens_T < len(SPECIAL_TOKENS)
-        order_T[special_T] = 2.0
-        begins = lengths.cumsum() - lengths
-        ordinary_B = lengths - np.add.reduceat(special_T, begins, dtype=np.int64)
-        picked = []
-        for begin, length, ordinary in zip(begins.tolist(), lengths.tolist(), ordinary_B.tolist(), strict=True):
-            count = min(ordinary, max(1, round(SHARE * ordinary)))
-            if count:
-                picked.append(begin + order_T[begin : begin + length].argpartition(count - 1)[:count])
-        return np.sort(np.concatenate(picked)) if picked else np.empty(0, dtype=np.int64)
 
 
 class TextDataModule(ResumableDataModule):
@@ -191,7 +187,7 @@ class TextDataModule(ResumableDataModule):
     train_set: TextDataset
     val_set: TextDataset
 
-    def open(self) -> str:
+    def open(self) -> None:
         task, data = self.task, self.task.data
         train, val = data.documents()
         self.tokenizer = load_tokenizer(train, vocabulary_size=task.network.vocabulary_size - task.network.reserved)
@@ -202,7 +198,6 @@ class TextDataModule(ResumableDataModule):
                     f"{data.place()} holds too little text for a row of {task.longest()} (task.data.{option})"
                 )
         self.collate = self.collation()
-        return data.place()
 
     def collation(self) -> Callable[[list[Any]], Any]:
         return partial(collate_text, pad_to=self.task.data.pad_to)

@@ -24,15 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tasks.base import PAD
 from tasks.language.packing import attend_packed
-from tasks.module import (
-    Scores,
-    TextEmbedding,
-    attend,
-    class_scores,
-    draw_weights,
-    mlp,
-    right_predictions,
-)
+from tasks.module import Scores, TextEmbedding, attend, class_scores, draw_weights, mlp
 
 if TYPE_CHECKING:
     from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
@@ -42,22 +34,16 @@ NORM_EPSILON, RMS_EPSILON = 1e-12, 1e-5
 """Of every norm of BERT, as in the original, and of Llama."""
 
 
-def next_token_losses(logits_TV: Tensor, targets_T: Tensor, reduction: str) -> Tensor:
-    """Cross entropy in nats of ``logits_TV`` in any precision, computed in float32; padding is no target.
+def float32_cross_entropy(
+    logits_TV: Tensor, targets_T: Tensor, *, ignore_index: int = PAD, reduction: str = "mean"
+) -> Tensor:
+    """In nats, of ``logits_TV`` in any precision, computed in float32.
 
-    ``log_softmax`` converts within its kernel: ``cross_entropy`` under autocast would copy all logits to float32 first,
-    and their gradient back.
+    ``log_softmax`` converts within its kernel: torch's own under autocast would copy all logits to float32 first, and
+    their gradient back.
     """
     log_probabilities_TV = F.log_softmax(logits_TV, dim=-1, dtype=torch.float32)
-    return F.nll_loss(log_probabilities_TV, targets_T, ignore_index=PAD, reduction=reduction)
-
-
-def score(logits_TV: Tensor, targets_T: Tensor, *, training: bool) -> Scores:
-    """Scores of all positions at once. In training an argmax over the vocabulary is not paid for."""
-    loss = next_token_losses(logits_TV, targets_T, "mean")
-    if training:
-        return loss, None, None
-    return loss, *right_predictions(logits_TV, targets_T, ignored=PAD)
+    return F.nll_loss(log_probabilities_TV, targets_T, ignore_index=ignore_index, reduction=reduction)
 
 
 class NextTokenTail(nn.Module):
@@ -77,7 +63,10 @@ class NextTokenTail(nn.Module):
             return self.head(self.norm(x_BSD))
         x_TD, targets_T = x_BSD.flatten(0, 1), targets_BS.flatten()
         if self.loss_chunks == 1 or not self.training:
-            return score(self.head(self.norm(x_TD)), targets_T, training=self.training)
+            logits_TV = self.head(self.norm(x_TD))
+            return class_scores(
+                logits_TV, targets_T, training=self.training, ignored=PAD, cross_entropy=float32_cross_entropy
+            )
         pieces = zip(x_TD.chunk(self.loss_chunks), targets_T.chunk(self.loss_chunks), strict=True)
         # Nothing in a piece draws random numbers.
         sums = [
@@ -87,7 +76,7 @@ class NextTokenTail(nn.Module):
         return torch.stack(sums).sum() / (targets_T != PAD).sum(), None, None
 
     def _loss_sum(self, x_CD: Tensor, targets_C: Tensor) -> Tensor:
-        return next_token_losses(self.head(self.norm(x_CD)), targets_C, "sum")
+        return float32_cross_entropy(self.head(self.norm(x_CD)), targets_C, reduction="sum")
 
 
 class CausalAttention(nn.Module):
@@ -263,16 +252,13 @@ class Llama(nn.Module):
         return self.tail(x_BSD, targets_BS)
 
 
-class BertEmbedding(nn.Module):
+class BertEmbedding(TextEmbedding):
     """Tokens, learned positions and token types, added and normed."""
 
     def __init__(self, vocabulary_size: int, max_tokens: int, width: int, dropout: float) -> None:
-        super().__init__()
-        self.token = nn.Embedding(vocabulary_size, width)
-        self.position = nn.Parameter(torch.zeros(max_tokens, width))
+        super().__init__(vocabulary_size, max_tokens, width, dropout)
         self.token_type = nn.Parameter(torch.zeros(2, width))
         self.norm = nn.LayerNorm(width, eps=NORM_EPSILON)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         """Embed token ids [B, S], all of the first token type, as [B, S, D]; positions are 0 to S - 1 or given."""

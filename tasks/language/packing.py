@@ -13,7 +13,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tasks.base import IGNORED, PAD
-from tasks.language.data import CollateMasked, MaskedDataModule, TextDataset
+from tasks.language.data import CollateMasked, MaskedBatch, MaskedDataModule, TextDataset
 from tasks.loading import ResumableSampler
 from tasks.module import attend
 
@@ -32,36 +32,6 @@ WINDOW = 64
 """Documents that may wait for room in a later row."""
 MULTIPLE = 128
 """Positions of which a row that is fitted to the data is a multiple: whole tiles of matrix products."""
-
-
-class PackedBatch(NamedTuple):
-    """What the loader yields and the module takes."""
-
-    tokens: Tensor
-    """int64 [1, T]: what the model reads, documents one after the other, then padding."""
-    positions: Tensor
-    """int64 [1, T]: place of each token within its document."""
-    offsets: Tensor
-    """int32 [N + 1], ascending: sequence i is offsets[i] to offsets[i + 1]. The last is T: padding is made of sequences
-    of its own, at most as long as a document, and what is left of the N are empty."""
-    targets: Tensor
-    """int64 [1, T]: the tokens to predict; ``IGNORED`` at all others."""
-    useful_tokens: int
-    """Positions that are not padding."""
-    documents: int
-    """Documents in the row."""
-    attended: int
-    """Pairs of positions that attend to each other, over all sequences."""
-
-    @property
-    def mask(self) -> None:
-        """No position is hidden from those of its own document."""
-        return None
-
-    @staticmethod
-    def host_only() -> tuple[str, ...]:
-        """Fields that no training step reads: CUDA graphs need not be captured for each of their values."""
-        return ("useful_tokens", "documents", "attended")
 
 
 def first_fit(order: Iterable[int], lengths: Sequence[int], *, positions: int, most: int) -> Iterator[list[int]]:
@@ -124,7 +94,7 @@ class CollatePacked(CollateMasked):
     sequences: int
     """Of the row, those of padding and empty ones included."""
 
-    def __call__(self, batch: Sequence[Any]) -> PackedBatch:
+    def __call__(self, batch: Sequence[Any]) -> MaskedBatch:
         (rows,) = batch
         lengths, tokens_T, targets_T = self.hide(rows)
         longest = self.task.longest()
@@ -134,12 +104,13 @@ class CollatePacked(CollateMasked):
         lengths_N[: len(filled)] = filled
         offsets = np.concatenate(([0], lengths_N.cumsum()))
         padding = (0, self.positions - len(tokens_T))
-        return PackedBatch(
+        return MaskedBatch(
             tokens=torch.from_numpy(np.pad(tokens_T, padding, constant_values=PAD)[None]),
+            targets=torch.from_numpy(np.pad(targets_T, padding, constant_values=IGNORED)[None]),
+            mask=None,
+            useful_tokens=len(tokens_T),
             positions=torch.from_numpy((np.arange(self.positions) - np.repeat(offsets[:-1], lengths_N))[None]),
             offsets=torch.from_numpy(offsets.astype(np.int32)),
-            targets=torch.from_numpy(np.pad(targets_T, padding, constant_values=IGNORED)[None]),
-            useful_tokens=len(tokens_T),
             documents=len(rows),
             attended=int((lengths_N**2).sum()),
         )

@@ -49,7 +49,7 @@ class TextData(Loading):
         Loading.__post_init__(self)
         require_choice("task.data.packing", self.packing, PACKINGS)
         require_fields("task.data", self, max_tokens=2, pad_to=2, max_documents=2)
-        require_share("task.data.val_share", self.val_share, below_one=True)
+        require_share("task.data.val_share", self.val_share)
         if self.pad_to is not None and self.packing != "documents":
             raise ValueError(f"task.data.pad_to={self.pad_to} needs task.data.packing=documents, not {self.packing}")
 
@@ -84,14 +84,9 @@ def held_out(names: Iterable[str], *, share: float) -> set[str]:
 
     Chosen by a hash: a document stays on its side when others are added, and wherever its folder is.
     """
-    ranks = {name: hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest() for name in names}
-    limit = int(share * 2**64).to_bytes(9, "big")[1:]
-    held = {name for name, rank in ranks.items() if rank < limit}
-    if not held and len(ranks) > 1:
-        held = {min(ranks, key=lambda name: ranks[name])}
-    if len(held) == len(ranks) > 1:
-        held.discard(max(ranks, key=lambda name: ranks[name]))
-    return held
+    hashes = {name: hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest() for name in names}
+    count = sum(int.from_bytes(each) < share * 2**64 for each in hashes.values())
+    return set(sorted(hashes, key=lambda name: hashes[name])[: min(max(1, count), len(hashes) - 1)])
 
 
 def read_text(file: Path) -> str:
@@ -142,7 +137,7 @@ class TextFiles(TextData):
         text = item.get(self.key) if isinstance(item, dict) else None
         if not isinstance(text, str):
             raise ValueError(f"{place} has no text under the key {self.key!r} (task.data.key)")
-        return text
+        return text.encode(errors="replace").decode()  # a lone surrogate is no text to a tokenizer
 
 
 DEFINITION = re.compile(r"^(?:@[^\n]*\n)*(?:async def |def |class )", re.MULTILINE)

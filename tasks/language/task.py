@@ -5,7 +5,7 @@ Text is Python's standard library, text files or JSON lines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import (
@@ -14,7 +14,6 @@ from tasks.base import (
     BatchCounts,
     Ragged,
     TrainedTask,
-    require_at_least,
     require_choice,
     require_fields,
     require_multiple,
@@ -67,7 +66,7 @@ class Gpt2Network(LanguageNetwork):
 
     def __post_init__(self) -> None:
         Dimensions.__post_init__(self)
-        require_share("task.network.dropout", self.dropout, below_one=True)
+        require_share("task.network.dropout", self.dropout)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,8 +108,8 @@ class BertNetwork(Dimensions):
     def __post_init__(self) -> None:
         Dimensions.__post_init__(self)
         require_fields("task.network", self, vocabulary_size=260)
-        require_share("task.network.dropout", self.dropout, below_one=True)
-        require_share("task.network.attention_dropout", self.dropped_attention, below_one=True)
+        require_share("task.network.dropout", self.dropout)
+        require_share("task.network.attention_dropout", self.dropped_attention)
 
     @property
     def dropped_attention(self) -> float:
@@ -185,7 +184,7 @@ class LanguageModelling(TextTask):
 
     def __post_init__(self) -> None:
         TextTask.__post_init__(self)
-        require_at_least("task.loss_chunks", self.loss_chunks, 1)
+        require_fields("task", self, loss_chunks=1)
         require_choice("task.data.packing", self.data.packing, ("packed", "documents"))
 
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
@@ -208,6 +207,7 @@ class MaskedLM(TextTask):
 
     name: ClassVar[str] = "masked_lm"
     extra: ClassVar[int] = 0
+    inputs: ClassVar[tuple[str, ...]] = ("tokens", "mask", "targets", "positions", "offsets")
     parts: ClassVar[tuple[str, ...]] = ("net.embed", "net.tail")
     ragged_fields: ClassVar[Ragged] = (
         ("tokens", 1, PAD, 0),
@@ -233,11 +233,6 @@ class MaskedLM(TextTask):
         """Whether a batch is one row of whole documents."""
         return self.data.packing == "packed_documents"
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        inputs = ("tokens", "mask", "targets")
-        return (*inputs, "positions", "offsets") if self.is_packed else inputs
-
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.language.data import MaskedDataModule
         from tasks.language.packing import PackedDataModule
@@ -250,11 +245,5 @@ class MaskedLM(TextTask):
         return Bert(self.network)
 
     def count(self, batch: Any) -> BatchCounts:
-        if not self.is_packed:
-            return TextTask.count(self, batch)
-        return BatchCounts(
-            samples=batch.documents,
-            tokens=batch.tokens.shape[1],
-            useful_tokens=batch.useful_tokens,
-            attended=batch.attended,
-        )
+        counts = TextTask.count(self, batch)
+        return replace(counts, samples=batch.documents or counts.samples, attended=batch.attended)

@@ -11,18 +11,14 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from tasks.base import IGNORED
 from tasks.loading import ResumableDataModule, pad_rows
 from tasks.micro.task import CLASSES
-
-if TYPE_CHECKING:
-    pass
 
 PATTERN_NORM = 4.0
 """Norm of a vector's pattern, in standard deviations of the noise: easy to tell apart once the patterns are known."""
@@ -55,11 +51,7 @@ class GeneratedBatch(NamedTuple):
 
 def generator(key: str) -> torch.Generator:
     """A generator of random numbers for ``key``, the same in every process (``hash()`` is not)."""
-    return torch.Generator().manual_seed(seed_of(key))
-
-
-def seed_of(key: str) -> int:
-    return zlib.crc32(key.encode())
+    return torch.Generator().manual_seed(zlib.crc32(key.encode()))
 
 
 class GeneratedTensors(ResumableDataModule):
@@ -71,7 +63,7 @@ class GeneratedTensors(ResumableDataModule):
 
     option = "task"
 
-    def open(self) -> str:
+    def open(self) -> None:
         counts, shape = self.task.counts, self.task.example_shape
         patterns = class_patterns(shape, classes=CLASSES, seed=self.seed)
         keys = [f"{self.seed}/{split}/{index}" for split, count in counts.items() for index in range(count)]
@@ -86,8 +78,7 @@ class GeneratedTensors(ResumableDataModule):
         self.collate = self._numbered
         # Numbers of examples, in the place of the examples themselves.
         train_count = counts["train"]
-        self.train_set, self.val_set = range(train_count), range(train_count, len(keys))  # type: ignore[assignment]
-        return "the generated data"
+        self.train_set, self.val_set = range(train_count), range(train_count, len(keys))
 
     def _numbered(self, numbers: Sequence[int]) -> GeneratedBatch:
         numbers_B = torch.tensor(numbers)
@@ -133,7 +124,7 @@ def noisy_examples(patterns: Tensor, shape: tuple[int, ...], *, keys: Sequence[s
     inputs = torch.empty(len(keys), *shape)
     draw = torch.Generator()
     for key, its_classes, its_input in zip(keys, classes.unbind(), inputs.unbind(), strict=True):
-        draw.manual_seed(seed_of(key))
+        draw.manual_seed(zlib.crc32(key.encode()))
         torch.randint(0, len(patterns), its_classes.shape, generator=draw, out=its_classes)
         torch.randn(shape, generator=draw, out=its_input)
     return inputs.add_(patterns[classes]), classes
@@ -144,17 +135,20 @@ class GeneratedSequences(ResumableDataModule):
 
     option = "task"
 
-    def open(self) -> str:
+    def open(self) -> None:
         self.collate = self._padded
         class_of = torch.randint(0, CLASSES, (VOCABULARY,), generator=generator(f"{self.seed}/classes"))
-        longest = self.task.positions
         self.train_set, self.val_set = (
-            Sequences(
-                [ragged_tokens(f"{self.seed}/{split}/{index}", longest=longest) for index in range(count)], class_of
-            )
+            Sequences(self._example(f"{self.seed}/{split}/{index}", class_of) for index in range(count))
             for split, count in self.task.counts.items()
         )
-        return "the generated sequences"
+
+    def _example(self, key: str, class_of: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens, none of them padding, and their classes; lengths are lognormal, the median a quarter of the most."""
+        longest = self.task.positions
+        length = round(random.Random(key).lognormvariate(0.0, SPREAD) * longest / 4)
+        tokens = torch.randint(1, VOCABULARY, (min(max(length, SHORTEST), longest),), generator=generator(key))
+        return tokens, class_of[tokens]
 
     def _padded(self, items: Sequence[tuple[Tensor, Tensor]]) -> GeneratedBatch:
         tokens, targets = zip(*items, strict=True)
@@ -165,21 +159,9 @@ class GeneratedSequences(ResumableDataModule):
         )
 
 
-class Sequences(Dataset[tuple[Tensor, Tensor]]):
+class Sequences(list[tuple[Tensor, Tensor]]):
     """Pairs of tokens and their classes, both int64 [S]."""
 
-    def __init__(self, tokens: list[Tensor], class_of: Tensor) -> None:
-        self._tokens, self._class_of = tokens, class_of
-        self.lengths = [len(sequence) for sequence in tokens]
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._tokens[index], self._class_of[self._tokens[index]]
-
-
-def ragged_tokens(key: str, *, longest: int) -> Tensor:
-    """Tokens int64 [S], none of them padding; lengths are lognormal with a quarter of ``longest`` as their median."""
-    length = round(random.Random(key).lognormvariate(0.0, SPREAD) * longest / 4)
-    return torch.randint(1, VOCABULARY, (min(max(length, SHORTEST), longest),), generator=generator(key))
+    @property
+    def lengths(self) -> list[int]:
+        return [len(tokens) for tokens, _ in self]

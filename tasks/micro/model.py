@@ -13,43 +13,31 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from tasks.micro.data import VOCABULARY
-from tasks.module import Attention, Scores, class_scores, mlp
-
-
-class ClassTail(nn.Module):
-    """Head and loss as one region, so that a compiler may fuse the loss into the head."""
-
-    def __init__(self, width: int, classes: int) -> None:
-        super().__init__()
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x_D: Tensor, targets: Tensor | None) -> Tensor | Scores:
-        """Logits [..., K] of features [..., D]; with int64 targets [...], their ``Scores``."""
-        logits_K: Tensor = self.head(x_D)
-        return logits_K if targets is None else class_scores(logits_K, targets, training=self.training)
+from tasks.micro.task import CLASSES
+from tasks.module import Attention, Scores, ScoringTail, mlp
 
 
 class MicroNet(nn.Module):
     """Base of all: features, then the tail, which a subclass makes last."""
 
-    tail: ClassTail
+    tail: ScoringTail
 
     def features(self, x: Tensor) -> Tensor:
         """What the tail scores, [..., D]."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | Scores:
-        """Scores of a batch of inputs; with int64 targets the loss, see ``ClassTail``."""
+        """Scores of a batch of inputs; with int64 targets the loss, see ``ScoringTail``."""
         return self.tail(self.features(x), targets)
 
 
 class SimpleLinear(MicroNet):
     """One linear layer with a ReLU, and the head: so little work that calling it is what costs."""
 
-    def __init__(self, width: int, classes: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.hidden = nn.Linear(width, width)
-        self.tail = ClassTail(width, classes)
+        self.tail = class_tail(width)
 
     def features(self, x_BD: Tensor) -> Tensor:
         return self.hidden(x_BD).relu()
@@ -58,14 +46,14 @@ class SimpleLinear(MicroNet):
 class GraphBreaker(MicroNet):
     """Two linear layers with a print and a branch on data between them: what users write and compilers cannot trace."""
 
-    def __init__(self, width: int, classes: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.first = nn.Linear(width, width)
         self.second = nn.Linear(width, width)
-        self.tail = ClassTail(width, classes)
+        self.tail = class_tail(width)
 
     def forward(self, x_BD: Tensor, targets_B: Tensor | None = None) -> Tensor | Scores:
-        """Scores of vectors [B, D]; with targets the loss, see ``ClassTail``. Breaks here are in no function called."""
+        """Scores of vectors [B, D]; with targets the loss. Breaks here are in no function called."""
         x_BD = self.first(x_BD)
         print(end="")  # prints nothing, so that a run stays readable; to the compiler it is a print like any other
         x_BD = x_BD.relu() if x_BD.mean() > 0 else x_BD.tanh()
@@ -75,7 +63,7 @@ class GraphBreaker(MicroNet):
 class ConvNet(MicroNet):
     """Three stages of 3x3 convolution, batch norm, ReLU and max pooling, each twice as wide as the one before."""
 
-    def __init__(self, width: int, classes: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for before, after in ((3, width), (width, 2 * width), (2 * width, 4 * width)):
@@ -83,7 +71,7 @@ class ConvNet(MicroNet):
             layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
             layers.append(nn.MaxPool2d(2))
         self.layers = nn.Sequential(*layers)
-        self.tail = ClassTail(4 * width, classes)
+        self.tail = class_tail(4 * width)
 
     def features(self, x_BCHW: Tensor) -> Tensor:
         return self.layers(x_BCHW).mean(dim=(2, 3))
@@ -108,10 +96,10 @@ class TransformerBlock(nn.Module):
 class SingleBlock(MicroNet):
     """One transformer block over sequences of one length, with a head of a few classes on every position."""
 
-    def __init__(self, width: int, classes: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.block = TransformerBlock(width, heads(width), causal=False)
-        self.tail = ClassTail(width, classes)
+        self.tail = class_tail(width)
 
     def features(self, x_BSD: Tensor) -> Tensor:
         return self.block(x_BSD)
@@ -120,11 +108,11 @@ class SingleBlock(MicroNet):
 class RaggedLabeller(MicroNet):
     """Labels every token of sequences of any length. It is causal, so that no real position sees padding."""
 
-    def __init__(self, width: int, classes: int, *, layers: int) -> None:
+    def __init__(self, width: int, *, layers: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads(width), causal=True) for _ in range(layers))
-        self.tail = ClassTail(width, classes)
+        self.tail = class_tail(width)
 
     def features(self, tokens_BS: Tensor) -> Tensor:
         x_BSD: Tensor = self.embed(tokens_BS)
@@ -140,6 +128,10 @@ NETWORKS: dict[str, Callable[..., MicroNet]] = {
     "graph_breaker": GraphBreaker,
     "ragged": RaggedLabeller,
 }
+
+
+def class_tail(width: int) -> ScoringTail:
+    return ScoringTail(nn.Identity(), nn.Linear(width, CLASSES))
 
 
 def heads(width: int) -> int:

@@ -31,7 +31,7 @@ def test_the_regions_are_every_block_and_every_part(
     kinds = {region.path: region.kind for region in program.regions}
     assert kinds["net.encoder.blocks.1"] == "EncoderBlock"
     assert kinds["net.decoder.blocks.2"] == "DecoderBlock"
-    assert kinds["net.tail"] == "LanguageTail"
+    assert kinds["net.tail"] == "ScoringTail"
 
 
 def test_blocks_and_parts_named_by_the_user_replace_the_declared_ones(

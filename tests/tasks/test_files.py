@@ -73,12 +73,13 @@ def test_a_coco_folder_is_read_with_every_caption_of_an_image(
     for split, count in (("train2017", 4), ("val2017", 2)):
         for number in range(count):
             write_image(f"{split}/{number}.jpg")
-        captions = {f"{number}.jpg": [f"picture {number}", "a  grey\narea"] for number in range(count)}
+        # A lone surrogate is no text to a tokenizer.
+        captions = {f"{number}.jpg": [f"picture {number}", "a  grey\narea\ud800"] for number in range(count)}
         write_coco(tmp_path / "annotations" / f"captions_{split}.json", captions)
     data = load(size, Coco(root=str(tmp_path), batch_size=2, num_workers=0))
     assert (len(data.train_set), len(data.val_set)) == (8, 4)
     batch = next(iter(data.val_dataloader()))
-    assert [data.tokenizer.decode(row).strip() for row in batch.tokens.tolist()] == ["picture 0", "a grey area"]
+    assert [data.tokenizer.decode(row).strip() for row in batch.tokens.tolist()] == ["picture 0", "a grey area?"]
     assert data.skipped == {}
 
 
@@ -116,7 +117,7 @@ def coco_with(tmp_path: Path, content: str) -> Coco:
         ('{"images": [{"id": 1, "file_name": null}], "annotations": []}', "is not a COCO caption file (TypeError: "),
         ("[" * 100_000, "captions_train.json is not a COCO caption file"),
         ("\udcff", "captions_train.json is not a COCO caption file"),
-        ('{"images": [], "annotations": []}', "captions_train.json holds no usable example"),
+        ('{"images": [], "annotations": []}', "captions_train.json has no annotations"),
     ],
 )
 def test_a_broken_annotation_file_is_named(tmp_path: Path, size: CaptionerSize, content: str, message: str) -> None:

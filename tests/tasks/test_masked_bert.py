@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM
 
+from tasks.language.data import MaskedBatch
 from tasks.language.model import Bert
 from tasks.language.task import BertNetwork, MaskedLM
 
@@ -161,5 +162,4 @@ def test_operations_are_those_that_torch_counts(net: Bert) -> None:
     # The plain kernel, as fused ones differ in what the counter knows of them from release to release.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(tokens, mask, targets)[0].backward()
-    batch = type("Batch", (), {"tokens": tokens, "useful_tokens": None})
-    assert task.training_flops(batch) == counter.get_total_flops()
+    assert task.training_flops(MaskedBatch(tokens, targets, mask, 0)) == counter.get_total_flops()

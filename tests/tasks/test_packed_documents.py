@@ -16,15 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.language import packing
+from tasks.language.data import MaskedBatch
 from tasks.language.model import Bert
-from tasks.language.packing import (
-    WINDOW,
-    CollatePacked,
-    PackedBatch,
-    PackedSampler,
-    first_fit,
-    warn_without_kernel,
-)
+from tasks.language.packing import WINDOW, CollatePacked, PackedSampler, first_fit, warn_without_kernel
 from tasks.language.sources import Stdlib
 from tasks.language.task import BertNetwork, LanguageModelling, MaskedLM
 from tests.tasks.test_masked_data import collate, document
@@ -34,7 +28,7 @@ LENGTHS = np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 600), 3, 400).ast
 DOCUMENTS = [document(length, seed=length) for length in (24, 7, 15, 3, 40)]
 
 
-def packed(rows: list[Tensor], *, positions: int = 100) -> PackedBatch:
+def packed(rows: list[Tensor], *, positions: int = 100) -> MaskedBatch:
     task = MaskedLM(network=NETWORK, data=Stdlib(packing="packed_documents"))
     return CollatePacked(seed=0, token_count=900, task=task, positions=positions, sequences=10)([rows])
 
@@ -49,7 +43,7 @@ def nets() -> tuple[Bert, Bert]:
     return plain, other
 
 
-def logits(net: Bert, batch: PackedBatch) -> Tensor:
+def logits(net: Bert, batch: MaskedBatch) -> Tensor:
     result = net(batch.tokens, positions_BS=batch.positions, offsets_N=batch.offsets)
     assert isinstance(result, Tensor)
     return result[0]
@@ -234,7 +228,9 @@ def test_rows_are_fitted_to_the_data_and_all_of_one_shape() -> None:
     data = task.build_data(seed=0)
     data.setup("fit")
     batches = [*data.train_dataloader(), *data.val_dataloader()]
-    assert len({tuple(tuple(each.shape) for each in batch[:4]) for batch in batches}) == 1
+    tensors = [[each for each in batch if isinstance(each, Tensor)] for batch in batches]
+    assert {len(row) for row in tensors} == {4}
+    assert len({tuple(tuple(each.shape) for each in row) for row in tensors}) == 1
     lengths = data.train_set.lengths
     positions = batches[0].tokens.shape[1]
     assert positions % 128 == 0

@@ -1,32 +1,44 @@
-"""The embedded data and its tokenizer."""
+"""Generated captions and their tokenizer."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tasks.captioning.task import CaptionerSize, Captioning, Shapes
+from tasks.captioning.task import CaptionerSize, Captioning, Lognormal, Shapes
 from tasks.loading import load_tokenizer, train_tokenizer
 
 
-def test_a_scene_depends_on_seed_split_and_index_alone() -> None:
-    one, val = (Shapes(train_images=8, val_images=8).split(name, seed=1, image_size=48) for name in ("train", "val"))
-    more = Shapes(train_images=30).split("train", seed=1, image_size=48)
-    other = Shapes(train_images=8).split("train", seed=2, image_size=48)
-    assert one.captions == more.captions[:8]
-    assert one.captions != other.captions
-    assert one.captions != val.captions
-    image = one.image(5)
-    assert torch.equal(image, more.image(5))
-    assert image.dtype == torch.uint8
-    assert image.shape == (3, 48, 48)
-    assert image.is_contiguous()
-    assert not torch.equal(image, other.image(5))
+@pytest.mark.parametrize("kind", [Shapes, Lognormal])
+def test_an_example_depends_on_seed_split_and_index_alone(kind: type[Shapes | Lognormal]) -> None:
+    def split(name: str = "train", *, seed: int = 1, count: int = 8) -> Any:
+        return kind(train_images=count, val_images=count).split(name, seed=seed, image_size=48)
+
+    (captions, image), (more, its_image) = split(), split(count=30)
+    assert captions == more[:8]
+    assert torch.equal(image(5), its_image(5))
+    assert (image(5).dtype, tuple(image(5).shape), image(5).is_contiguous()) == (torch.uint8, (3, 48, 48), True)
+    for others, other_image in (split(seed=2), split("val")):
+        assert captions != others
+        assert not torch.equal(image(5), other_image(5))
+
+
+def test_lognormal_captions_have_such_lengths_in_tokens() -> None:
+    captions, _ = Lognormal(train_images=4000).split("train", seed=0, image_size=8)
+    tokenizer = train_tokenizer(captions, vocabulary_size=4000)
+    logarithms = [math.log(len(encoding.ids) + 1) for encoding in tokenizer.encode_batch_fast(captions)]
+    assert math.exp(statistics.median(logarithms)) == pytest.approx(60, rel=0.05)
+    assert statistics.stdev(logarithms) == pytest.approx(0.6, rel=0.05)
+    assert min(logarithms) >= math.log(4)
+    assert max(logarithms) == math.log(256)
 
 
 def test_caption_lengths_have_a_long_tail() -> None:

@@ -77,9 +77,8 @@ def test_documents_are_padded_on_the_right(folder: Path, pad_to: int | None) -> 
 
 
 def test_a_text_that_spells_a_special_token_holds_none() -> None:
-    texts = ["a <end> of <pad> and <begin>", "plain", "lone \ud800 surrogate"]
-    ids = encode(texts, train_tokenizer(["some text", "<end>"], vocabulary_size=300))
-    assert (ids == END).sum() == 3
+    ids = encode(["a <end> of <pad> and <begin>", ""], train_tokenizer(["some text", "<end>"], vocabulary_size=300))
+    assert (ids == END).sum() == 2
     assert not np.isin(ids, [PAD, BEGIN]).any()
 
 
