@@ -47,20 +47,17 @@ class CudaGraph(Strategy):
         from strategies.cuda_graph.capture import CudaEngine, StepGraphs
 
         assert program.device is not None
-        if program.device.type != "cuda":
-            if self.required:
-                raise ValueError(
-                    f"compile.cuda_graph: CUDA graphs need a CUDA device, this run trains on {program.device.type}"
-                )
-            program.notes.append("cuda_graph: left out, CUDA graphs need a CUDA device")
-            return
         assert program.loop is not None
-        if (reason := program.loop.why_not_capture_together()) is not None:
-            if self.required:
-                raise ValueError(f"compile.cuda_graph: {reason}")
+        if program.device.type == "cuda":
+            reason = program.loop.why_not_capture_together()
+        else:
+            reason = f"CUDA graphs need a CUDA device, this run trains on {program.device.type}"
+        if reason is None:
+            program.step = StepGraphs(CudaEngine(program.device))
+        elif self.required:
+            raise ValueError(f"compile.cuda_graph: {reason}")
+        else:
             program.notes.append(f"cuda_graph: left out, {reason}")
-            return
-        program.step = StepGraphs(CudaEngine(program.device))
 
     def end(self, program: Program) -> None:
         if program.step is None:

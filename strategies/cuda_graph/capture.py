@@ -131,11 +131,9 @@ class Variant:
     """Those of them that the step changes in place."""
     results: Any = None
 
-    def holds(self) -> bool:
-        return all(state.holds() for state in self.states)
-
-    def changed(self) -> str | None:
-        return next((change for state in self.states if (change := state.changed())), None)
+    def change(self) -> str | None:
+        """The first value that is not what it was, in words; None where the graph holds."""
+        return next((change.how for state in self.states for change in state.changes()), None)
 
 
 @dataclass(slots=True)
@@ -176,15 +174,15 @@ class StepGraphs:
         self.eager_count = 0
         """Steps run without a graph so far."""
         self.given_up, self.settled = False, True
-        self.capturing = False
-        """Whether the step that Python runs is being captured: nothing of it is executed on the device."""
         self.warmup_steps = 0
         """Steps that run without a graph before the first capture, whatever their shapes."""
-        self.agree: Callable[[int], int] | None = None
-        """Several processes: returns the smallest of their numbers; each of them calls it."""
+        self.agree: Callable[[int], int] = int
+        """Returns the smallest of the processes' numbers; each of them calls it."""
         self.verifier: Verifier | None = None
         self.refusals: list[str] = []
         """Why steps were not captured, each reason once."""
+        self.notes: list[str] = []
+        """The same as lines for the user."""
         self.unfit: StateChanges | None = None
         """Why this process is to capture no more, from the next step on."""
 
@@ -226,7 +224,12 @@ class StepGraphs:
         if shape is None:
             described = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
             shape = self._shapes[key] = Shape(name=f"{name} on {described}")
-        variant = next((each for each in reversed(shape.variants) if each.holds()), None)
+            if len(self._shapes) > MAX_KEYS and not self.replays:
+                self.unfit = StateChanges(
+                    f"{len(self._shapes)} batches of different shapes or contents, and none came twice: what a batch "
+                    "holds beside tensors tells graphs apart"
+                )
+        variant = next((each for each in reversed(shape.variants) if each.change() is None), None)
         if variant is not None:
             shape.variants.remove(variant)
             shape.variants.append(variant)
@@ -236,11 +239,11 @@ class StepGraphs:
         able = ready and not shape.refused and self.eager_count >= self.warmup_steps
         verifier = None
         plan = Plan.REPLAY if captured else Plan.CAPTURE if able else Plan.EAGER
-        plan = self._agreed(plan, self.unfit or self._endless_keys())
+        plan = self._agreed(plan, self.unfit)
         if plan is Plan.CAPTURE and (plan := self._looked_at(shape, variant, observe)) is Plan.CAPTURE:
             variant = shape.variants[-1]
             wants = self.verifier is not None and not captured and self.verifier.wants(shape.name)
-            if self.verifier is not None and not self._everywhere(not wants):
+            if self.verifier is not None and not self.agree(not wants):
                 verifier = self.verifier
                 before = [one.clone() for one in held]
 
@@ -279,27 +282,16 @@ class StepGraphs:
     def eager(self, step: Step, batch: Any, *, for_good: bool = True) -> Any:
         """Run ``step`` without a graph; unless ``for_good``, as it will run in one."""
         self.eager_count += 1
-
-        def run() -> Any:
-            with as_capturing(not for_good):
-                return step(batch)
-
-        return self._engine.eager(run)
+        return self._engine.eager(as_capturing(not for_good)(lambda: step(batch)))
 
     def refuse(self, reason: str) -> None:
         if reason not in self.refusals:
             self.refusals.append(reason)
+            self.notes.append(f"cuda_graph: {reason}")
 
-    def give_up(self) -> None:
-        self.given_up = True
-        self.release()
-
-    def release(self, *, known: bool = False) -> None:
-        """Let go of all graphs and their memory, and of what is ``known`` of batches."""
-        for shape in self._shapes.values():
-            shape.variants.clear()
-        if known:
-            self._shapes, self._kinds = {}, set()
+    def forget(self) -> None:
+        """Let go of all graphs and their memory, and of what is known of batches."""
+        self._shapes, self._kinds = {}, set()
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -319,7 +311,7 @@ class StepGraphs:
         """What all processes do with a step that may be captured; the last variant of ``shape`` is the one."""
         may, changes, observe = False, None, functools.cache(observe)
         try:
-            if self.agree is not None and not self._everywhere(variant is not None):
+            if not self.agree(variant is not None):
                 observe()  # also where that is needless: its forward may wait for the other processes
             captured = variant is not None and variant.replay is not None
             may = captured or self._may_capture(shape, variant, observe)
@@ -336,7 +328,7 @@ class StepGraphs:
             return True
         if changed := bool(shape.variants):
             self.changes += 1
-            change = shape.variants[-1].changed()
+            change = shape.variants[-1].change()
             if self.changes > MAX_CHANGES and self.replays < MIN_REPLAYS * self.changes:
                 raise StateChanges(f"what the step reads on the host changes too often to capture it: {change}")
         observation = observe()
@@ -351,24 +343,12 @@ class StepGraphs:
         # is never captured. Once shapes are warmed, a step without a graph might find no memory beside the graphs.
         return self.warmed and not changed
 
-    def _endless_keys(self) -> StateChanges | None:
-        if len(self._shapes) <= MAX_KEYS or self.replays:
-            return None
-        return StateChanges(
-            f"{len(self._shapes)} batches of different shapes or contents, and none came twice: what a batch holds "
-            "beside tensors tells graphs apart"
-        )
-
     def _agreed(self, plan: Plan, changes: StateChanges | None = None) -> Plan:
         """What all processes do with this step. Raises StateChanges where one of them is to give up."""
-        wish = plan if changes is None else Plan.GIVE_UP
-        agreed = wish if self.agree is None else Plan(self.agree(wish))
+        agreed = Plan(self.agree(plan if changes is None else Plan.GIVE_UP))
         if agreed is Plan.GIVE_UP:
             raise changes or StateChanges("another process captures no steps any more")
         return agreed
-
-    def _everywhere(self, flag: bool) -> bool:
-        return flag if self.agree is None else bool(self.agree(flag))
 
     def _capture(
         self, shape: Shape, variant: Variant, step: Step, batch: Any, after_capture: Callable[[], HostState]
@@ -386,18 +366,16 @@ class StepGraphs:
                 with warnings.catch_warnings():
                     # torch warns that a graph without kernels is empty; an empty graph is an error of its own below.
                     warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                    self.capturing = True
                     made = self._engine.capture(lambda: step(batch))
             except Exception as failed:
                 error = failed
             else:
                 after = after_capture()
-            finally:
-                self.capturing = False
-        if not self._everywhere(error is None):
-            self.release()
+        if not self.agree(error is None):
+            for each in self._shapes.values():  # the graphs of all, see ``CudaEngine.capture``
+                each.variants.clear()
             shape.failed = True
-            shape.refused = self._everywhere(shape.seen)
+            shape.refused = bool(self.agree(shape.seen))
             reason = "another process could not capture it" if error is None else first_line(error)
             raise (CannotCapture if shape.refused else NotYet)(f"{shape.name}: {reason}") from error
         if made is not None:

@@ -21,13 +21,7 @@ import torch
 from torch import nn
 
 from strategies.cuda_graph.state import GONE, HostState, Value, named
-from strategies.cuda_graph.values import (
-    LIGHTNING,
-    HostValues,
-    Unrepeatable,
-    random_states,
-    top_of,
-)
+from strategies.cuda_graph.values import LIGHTNING, HostValues, Unrepeatable, random_states, top_of
 from strategies.errors import origin_of
 from strategies.torch_patches import settle_shards
 
@@ -75,14 +69,11 @@ class HostRecorder(HostValues):
             finally:
                 sys.setprofile(profile)
                 settle_shards(module)
-        self._undo_effects()
+        for change in self.state().changes():
+            self._problem(f"changes {change.what}, which a replay would not")
+            change.undo()
         if before != random_states(self._device):
             self._problem("draws random numbers on the host, which a replay would not: draw them on the device")
-
-    @property
-    def problems(self) -> list[str]:
-        """Why no graph can stand for the call; empty where one can."""
-        return list(self._problems)
 
     def state(self) -> HostState:
         """What was read, to be compared before each replay."""
@@ -143,10 +134,7 @@ class HostRecorder(HostValues):
             descriptor and owner is not None and top_of(owner) in LIGHTNING  # self.global_step, self.trainer
         )
         try:
-            if of_lightning:
-                with self._quiet():
-                    value = getter(obj, name)
-            else:
+            with self._quiet() if of_lightning else contextlib.nullcontext():
                 value = getter(obj, name)
         except AttributeError:
             with self._quiet():
@@ -163,15 +151,12 @@ class HostRecorder(HostValues):
                         self._values[key] = Value(full, functools.partial(getattr, obj, name), value, self._line())
                     self._reach(value, full)
             elif not descriptor:
-                self._found(obj, name, value, owner, static)
+                attributes = attributes_of(obj)
+                self._expect(attributes, name, attributes.get(name, GONE), label, obj)
+                if name not in attributes and owner is not None and not self._is_library(owner):
+                    self._expect(vars(owner), name, static, f"{owner.__qualname__}.", owner)
+                self._reach(value, full)
         return value
-
-    def _found(self, obj: Any, name: str, value: Any, owner: type | None, static: Any) -> None:
-        label, attributes = self._labels[id(obj)], attributes_of(obj)
-        self._expect(attributes, name, attributes.get(name, GONE), label, obj)
-        if name not in attributes and owner is not None and not self._is_library(owner):
-            self._expect(vars(owner), name, static, f"{owner.__qualname__}.", owner)
-        self._reach(value, f"{label}{name}")
 
     def _read_all(self, obj: Any, attributes: dict[str, Any]) -> None:
         label, ignored = self._labels[id(obj)], self._ignored
@@ -254,14 +239,6 @@ class HostRecorder(HostValues):
         if caller is not None and origin_of(caller.f_code.co_filename) == "other":
             place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
             self._problem(f"calls {source}.{called.__name__} ({place}), and a replay would keep what it returned")
-
-    # ---- afterwards ----------------------------------------------------------------------------------------------
-
-    def _undo_effects(self) -> None:
-        """Report what the call has left changed on the host, and put it back."""
-        for change in self.state().changes():
-            self._problem(f"changes {change.what}, which a replay would not")
-            change.undo()
 
 
 def found_on_class(cls: type, name: str) -> tuple[type | None, Any]:

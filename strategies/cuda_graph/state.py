@@ -78,22 +78,11 @@ class HostState:
     ) -> None:
         self._values, self._contents, self._tensors = [*values], contents, tensors
         self._prints = self._fingerprints()
-        for label, of in (
-            ("torch's global settings (autocast, TF32, ...)", torch_modes),
-            ("the environment (os.environ)", environment),
-        ):
-            self.add(Value(label, of, of()))
+        self.add(Value("torch's global settings (autocast, TF32, ...)", torch_modes, torch_modes()))
+        self.add(Value("the environment (os.environ)", environment, environment()))
 
     def add(self, value: Value) -> None:
         self._values.append(value)
-
-    def holds(self) -> bool:
-        """Whether every value is what it was."""
-        return next(self.changes(), None) is None
-
-    def changed(self) -> str | None:
-        """The first change, in words; None where all holds."""
-        return next((change.how for change in self.changes()), None)
 
     def changes(self) -> Iterator[Change]:
         for value in self._values:  # a model of 400 modules has thousands

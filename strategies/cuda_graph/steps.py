@@ -13,8 +13,9 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +53,17 @@ class StepCapture:
     def __init__(self, loop: Loop, program: Program, graphs: StepGraphs) -> None:
         self._loop, self._program, self._graphs = loop, program, graphs
         self._module = loop.module
-        self._gradients: dict[Tensor, Tensor | None] | None = None
+        self._gradients: dict[Tensor, Tensor | None] = {}
+        """Of each parameter, once a step was captured: the tensor that graphs write to, and that is zeroed in place."""
         self._reached: set[Tensor] | None = None
         self._unreduced = UnreducedGradients(self._module) if program.sharded and loop.micro_batches > 1 else None
         self._constants: set[Hashable] = set()
         self.sample: Sequence[nn.Parameter] = ()
         self.gradients: list[Tensor] | None = None
         self._called = False
-        self._index = self._reported = 0
+        self._index = 0
         self._optimizer: GraphedStep | None = None
+        graphs.notes = program.notes
         for reason in loop.why_not_capture():
             self._stop(reason)
         if loop.world_size > 1:
@@ -76,7 +79,7 @@ class StepCapture:
         if self._graphs.given_up or self._of is (optimizer := self._loop.optimizers[0]):
             return
         if self._of is not None:
-            self._graphs.release(known=True)
+            self._graphs.forget()
         if self._optimizer is not None:
             self._optimizer.release()
         self._of, self._optimizer = optimizer, None
@@ -96,7 +99,7 @@ class StepCapture:
         if self._optimizer is not None:
             self._optimizer.release()
             self._optimizer = None
-        if self._gradients is not None:
+        if self._gradients:
             self._module.zero_grad(set_to_none=True)
 
     def run(self, micro: MicroBatch) -> dict[str, Any]:
@@ -104,13 +107,17 @@ class StepCapture:
         self._take_optimizer()
         if self._graphs.given_up:
             return micro.run(micro.batch)
-        whole = micro.ends and self._optimizer is not None
+        constants = None
+        if micro.ends and self._optimizer is not None:
+            self._optimizer.prepare()
+            constants = self._optimizer.constants()
+            self._constants.add(constants)
+            if len(self._constants) > MAX_CONSTANTS:
+                constants = None
+                self._leave_optimizer_out("its hyperparameters change all the time, and its kernels take them by value")
+        optimizer = self._optimizer if micro.ends else None
         try:
-            if micro.ends and self._optimizer is not None:
-                self._optimizer.prepare()
-            constants = self._constants_of_step() if micro.ends else None
-            whole = micro.ends and self._optimizer is not None
-            outputs = self._graphed(micro, whole=whole, constants=constants)
+            outputs = self._graphed(micro, optimizer, constants)
         except CannotCapture as error:
             if self._called:  # nothing was executed: only the loop's counters have moved
                 micro.uncount()
@@ -121,48 +128,33 @@ class StepCapture:
             if isinstance(error, NotYet):
                 return self.run(micro)
             self._graphs.refuse(str(error))
-            if whole and not isinstance(error, StateChanges):
+            if optimizer is not None and not isinstance(error, StateChanges):
                 self._leave_optimizer_out(str(error))
                 return self.run(micro)
             self._stop(str(error))
             return micro.run(micro.batch)
-        finally:
-            self._report_refusals()
-        if micro.ends and not whole:
-            with self._evaluating_once():
+        if micro.ends and optimizer is None:
+            again: list[Any] = []
+            with self._loop.around_training_step(again.append, lambda _: None):
                 outputs = micro.optimize(outputs)
+            if again:
+                self._stop(f"{type(self._of).__name__} evaluates the loss several times in a step")
         return outputs if outputs.get("loss") is not None else {}  # a step that returned None is skipped
 
-    def _graphed(self, micro: MicroBatch, *, whole: bool, constants: Hashable) -> dict[str, Any]:
-        optimizer = self._optimizer if whole else None
-
-        def step(batch: Any) -> tuple[dict[str, Any], list[Any], Kept]:
-            self._called = True
-            if self._unreduced is not None:  # each time: what runs for a comparison uses them up
-                self._unreduced.attach(empty=micro.begins)
-                self._module.zero_grad(set_to_none=True)  # shards get theirs from the last micro-batch alone
-            capturable = contextlib.nullcontext() if optimizer is None else optimizer.capturable()
-            reaching = contextlib.nullcontext() if whole and micro.begins else self._reaching(micro)
-            with self._loop.recording_logs() as logged, capturable, self._zeroing_in_place(), reaching:
-                if whole:
-                    if self._of._optimizer_step_pre_hooks or self._of._optimizer_step_post_hooks:
-                        raise CannotCapture("a hook on its step runs on the host")
-                    return micro.run(batch), logged, self._keep()
-                results = micro.forward_backward(batch), logged, Kept(None)
-                if self._unreduced is not None and not micro.ends and not self._unreduced.keep():
-                    self._graphs.unfit = StateChanges(UNLIKE)
-                return results
-
+    def _graphed(self, micro: MicroBatch, optimizer: GraphedStep | None, constants: Hashable) -> dict[str, Any]:
+        """Run ``micro``, with the step of ``optimizer`` where there is one, from a graph or without."""
+        whole = optimizer is not None
         self._called, self._index = False, micro.index
-        if self._graphs.unfit is None:
-            self._attach_gradients()
+        for parameter, gradient in self._gradients.items() if self._graphs.unfit is None else ():
+            if parameter.grad is not gradient:  # a validation sets them to None
+                parameter.grad = gradient
         captures, replays = self._graphs.captures, self._graphs.replays
         run = self._graphs.run if self._graphs.settled else collected_later()(self._graphs.run)
         outputs, logged, kept = run(
             # A graph stays as it was captured: what loop and optimizer take by value is part of its key.
             (micro.begins, whole, constants, self._loop.constants(), torch.is_grad_enabled()),
             micro.batch,
-            step,
+            lambda batch: self._step(micro, optimizer, batch),
             name="whole step" if whole else "forward and backward",
             before_replay=(lambda: None) if optimizer is None else optimizer.count,
             observe=lambda: self._observe(micro),
@@ -174,10 +166,10 @@ class StepCapture:
         if not self._called:
             micro.count(whole=whole)
         elif not (whole and micro.begins) and self._unreduced is None:
-            if self._gradients is None:  # from now on these tensors hold the gradients, zeroed in place
+            if not self._gradients:
                 self._gradients = {parameter: parameter.grad for parameter in self._module.parameters()}
                 if any(one is not None and one.layout is not torch.strided for one in self._gradients.values()):
-                    self._graphs.unfit, self._gradients = StateChanges("sparse gradients differ in size"), None
+                    self._graphs.unfit, self._gradients = StateChanges("sparse gradients differ in size"), {}
         elif self._graphs.captures > captures:
             # They lie in the graphs' memory, which every graph uses for something else.
             self._module.zero_grad(set_to_none=True)
@@ -185,49 +177,75 @@ class StepCapture:
         self._loop.write_logs(logged)
         return outputs
 
-    @contextlib.contextmanager
-    def _evaluating_once(self) -> Iterator[None]:
-        """Inside, an optimizer steps after a graph. Capture is given up where it evaluates the loss again."""
-        again: list[Any] = []
-        with self._loop.around_training_step(again.append, lambda _: None):
-            yield
-        if again:
-            self._stop(f"{type(self._of).__name__} evaluates the loss several times in a step")
+    def _step(
+        self, micro: MicroBatch, optimizer: GraphedStep | None, batch: Any
+    ) -> tuple[dict[str, Any], list[Any], Kept]:
+        """What a graph holds: the results of ``micro`` on ``batch``, what it logged, and sampled gradients."""
+        self._called = True
+        if self._unreduced is not None:  # each time: what runs for a comparison uses them up
+            self._unreduced.attach(empty=micro.begins)
+            self._module.zero_grad(set_to_none=True)  # shards get theirs from the last micro-batch alone
+        gradients = [gradient for gradient in self._gradients.values() if gradient is not None]
 
-    def _keep(self) -> Kept:
-        gradients = [parameter.grad.clone() for parameter in self.sample if parameter.grad is not None]
-        return Kept(gradients if len(gradients) == len(self.sample) else None)
+        def zero_grad(set_to_none: bool = True) -> None:
+            torch._foreach_zero_(gradients)
+
+        nothing = contextlib.nullcontext()
+        capturable = nothing if optimizer is None else optimizer.capturable()
+        zeroing = mock.patch.object(self._of, "zero_grad", zero_grad) if gradients else nothing
+        all_reached = self._unreduced is not None or (optimizer is not None and micro.begins)
+        reaching = nothing if all_reached else self._reaching(micro)
+        with self._loop.recording_logs() as logged, capturable, zeroing, reaching:
+            if optimizer is None:
+                results = micro.forward_backward(batch), logged, Kept(None)
+                if self._unreduced is not None and not micro.ends and not self._unreduced.keep():
+                    self._graphs.unfit = StateChanges(UNLIKE)
+                return results
+            if self._of._optimizer_step_pre_hooks or self._of._optimizer_step_post_hooks:
+                raise CannotCapture("a hook on its step runs on the host")
+            outputs = micro.run(batch)
+            sample = [parameter.grad.clone() for parameter in self.sample if parameter.grad is not None]
+            return outputs, logged, Kept(sample if len(sample) == len(self.sample) else None)
 
     def _observe(self, micro: MicroBatch) -> Observation:
         """What ``training_step`` reads on the host; its batch index only where it makes use of it."""
-        self._index = micro.index
-
-        def observation(index: Any) -> Observation:
-            def run() -> None:
-                with self._loop.recording_logs() as logged:
-                    returned = micro.forward(micro.batch, index)
-                if any(type(one) is Unused for one in pytree.tree_leaves((returned, [value for _, value in logged]))):
-                    raise Used
-
-            return observed(self._loop, self._program, micro.batch, run)
-
         try:
-            return observation(Unused())
+            return self._observed(micro, Unused())
         except Used:
-            state, problems = observation(micro.index)
+            state, problems = self._observed(micro, micro.index)
         state.add(Value("batch_idx", lambda: self._index, self._index, type(self._module).__name__ + ".training_step"))
         return Observation(state, problems)
 
-    def _constants_of_step(self) -> Hashable:
-        """What the optimizer takes by value; one for which that changes all the time is left out of the graphs."""
-        if self._optimizer is None:
-            return None
-        constants = self._optimizer.constants()
-        self._constants.add(constants)
-        if len(self._constants) > MAX_CONSTANTS:
-            self._leave_optimizer_out("its hyperparameters change all the time, and its kernels take them by value")
-            return None
-        return constants
+    def _observed(self, micro: MicroBatch, index: Any) -> Observation:
+        """What the forward of ``micro`` reads on the host: it runs once in eager, and all is put back.
+
+        Compiled code calls no Python either, so that eager code tells what it depends on. Where memory is short, the
+        forward runs without gradients. Raises Used where it makes use of ``index``.
+        """
+        loop = self._loop
+        if problems := list(_hooks(self._module)):
+            return Observation(HostState(), problems)
+        for gradients in (contextlib.nullcontext(), torch.no_grad())[: 2 if loop.world_size == 1 else 1]:
+            recorder = HostRecorder(loop.device, loop.unreadable(), LOG_METHODS)
+            snapshot = loop.snapshot(micro.batch)
+            if (lost := snapshot.lost) is not None:
+                return Observation(HostState(), [lost])
+            try:
+                with eager(self._program), as_capturing(), gradients, recorder.recording(self._module):
+                    with loop.recording_logs() as logged:
+                        returned = micro.forward(micro.batch, index)
+                    values = pytree.tree_leaves((returned, [value for _, value in logged]))
+                    if any(type(one) is Unused for one in values):
+                        raise Used
+            except torch.OutOfMemoryError:
+                problems = ["could not be observed: out of memory"]
+                continue
+            except Exception as error:
+                return Observation(recorder.state(), [f"could not be observed: {one_line(error)}"])
+            finally:
+                snapshot.restore()
+            return Observation(recorder.state(), list(recorder.problems))
+        return Observation(HostState(), problems)
 
     def _leave_optimizer_out(self, reason: str) -> None:
         self._graphs.refuse(f"the optimizer runs after each graph: {reason}")
@@ -240,26 +258,13 @@ class StepCapture:
     def _stop(self, reason: str) -> None:
         self._graphs.refuse(reason)
         self._program.eager_parts["step"] = reason
-        self._graphs.give_up()
-
-    def _report_refusals(self) -> None:
-        for reason in self._graphs.refusals[self._reported :]:
-            self._program.notes.append(f"cuda_graph: {reason}")
-        self._reported = len(self._graphs.refusals)
-
-    def _attach_gradients(self) -> None:
-        # A validation sets them to None; the graphs continue to write to the same tensors.
-        for parameter, gradient in (self._gradients or {}).items():
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+        self._graphs.given_up = True
+        self._graphs.forget()
 
     @contextlib.contextmanager
     def _reaching(self, micro: MicroBatch) -> Iterator[None]:
         """Gradients lie in the same tensors in all steps, and are zeroed there. Eager has none where no batch of a
         step reaches a weight, and leaves it out of the update: capture is given up where they reach others."""
-        if self._unreduced is not None:
-            yield
-            return
         reached: set[Tensor] = set()
         weights = [one for one in self._module.parameters() if one.requires_grad]
         hooks = [weight.register_post_accumulate_grad_hook(reached.add) for weight in weights]
@@ -274,50 +279,6 @@ class StepCapture:
             self._graphs.unfit = StateChanges(UNLIKE)
             for weight in self._reached - reached if micro.begins else ():
                 weight.grad = None  # what was zeroed, no batch of this step has added to
-
-    @contextlib.contextmanager
-    def _zeroing_in_place(self) -> Iterator[None]:
-        if self._gradients is None:
-            yield
-            return
-        optimizer = self._loop.optimizers[0]
-        gradients = [gradient for gradient in self._gradients.values() if gradient is not None]
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            torch._foreach_zero_(gradients)
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del optimizer.zero_grad
-
-
-def observed(loop: Loop, program: Program, batch: Any, run: Callable[[], Any]) -> Observation:
-    """What ``run``, a step's forward on ``batch``, reads on the host: it runs once in eager, and all is put back.
-
-    Compiled code calls no Python either, so that eager code tells what it depends on. Where memory is short, the
-    forward runs without gradients.
-    """
-    if problems := list(_hooks(loop.module)):
-        return Observation(HostState(), problems)
-    for gradients in (contextlib.nullcontext(), torch.no_grad())[: 2 if loop.world_size == 1 else 1]:
-        recorder = HostRecorder(loop.device, loop.unreadable(), LOG_METHODS)
-        snapshot = loop.snapshot(batch)
-        if (lost := snapshot.lost) is not None:
-            return Observation(HostState(), [lost])
-        try:
-            with eager(program), as_capturing(), gradients, recorder.recording(loop.module):
-                run()
-        except torch.OutOfMemoryError:
-            problems = ["could not be observed: out of memory"]
-            continue
-        except Exception as error:
-            return Observation(recorder.state(), [f"could not be observed: {one_line(error)}"])
-        finally:
-            snapshot.restore()
-        return Observation(recorder.state(), recorder.problems)
-    return Observation(HostState(), problems)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:

@@ -75,7 +75,8 @@ class HostValues:
         self._busy = 0
         self._undo = contextlib.ExitStack()
         self._patched: set[type] = set()
-        self._problems: dict[str, None] = {}
+        self.problems: dict[str, None] = {}
+        """Why no graph can stand for the call, each reason once."""
 
     def _patch(self, cls: type) -> None:
         raise NotImplementedError
@@ -281,7 +282,7 @@ class HostValues:
             self._values[key] = named(mapping, name, value, label, self._line(), owner)
 
     def _problem(self, reason: str) -> None:
-        self._problems.setdefault(reason)
+        self.problems.setdefault(reason)
 
     def _is_library(self, cls: type) -> bool:
         top = top_of(cls)

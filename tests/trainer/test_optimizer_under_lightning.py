@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from strategies import Optimizer, Regional
-from strategies.optimizer.step import installed
+from strategies.optimizer import installed
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
 
