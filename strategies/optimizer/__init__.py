@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from strategies.optimizer.step import Update
 
+ATTRIBUTE = "_compiled_update"
+"""Attribute of an optimizer that holds what stands in for its step."""
 MODES = ("default", "max-autotune-no-cudagraphs")
 INDUCTOR: dict[str, Any] = {
     "size_asserts": False,
@@ -91,13 +93,9 @@ class Optimizer(CompileOptions):
 
     @staticmethod
     def _updates(program: Program) -> list[Update]:
-        from strategies.optimizer.step import installed
-
         return [update for optimizer in program.optimizers if (update := installed(optimizer)) is not None]
 
     def aside(self, program: Program) -> contextlib.AbstractContextManager[Any]:
-        from strategies.optimizer.step import ATTRIBUTE
-
         stack = contextlib.ExitStack()
         for optimizer in program.optimizers:  # so that it is clipped as eager clips it
             if (update := vars(optimizer).pop(ATTRIBUTE, None)) is not None:
@@ -108,8 +106,6 @@ class Optimizer(CompileOptions):
         return all(update.exact for update in self._updates(program))
 
     def gradient_scale(self, optimizer: Any, device: torch.device) -> Tensor | float:
-        from strategies.optimizer.step import installed
-
         update = installed(optimizer)
         return 1.0 if update is None else update.scale_on(device)
 
@@ -124,8 +120,6 @@ class Optimizer(CompileOptions):
         return put_all_back
 
     def end(self, program: Program) -> None:
-        from strategies.optimizer.step import ATTRIBUTE
-
         program.kept.pop(self.name, lambda: None)()
         for optimizer in program.optimizers:
             vars(optimizer).pop(ATTRIBUTE, None)  # its own step continues from the state as it is
@@ -174,6 +168,11 @@ class Optimizer(CompileOptions):
                 report[name] = value if before is None else before
             else:
                 report[name] = f"{before}, {value}" if isinstance(value, str) else before + value
+
+
+def installed(optimizer: torch.optim.Optimizer) -> Update | None:
+    """The update that stands in for the step of ``optimizer``, or None."""
+    return vars(optimizer).get(ATTRIBUTE)
 
 
 def reason_for_eager(optimizer: Any, program: Program) -> str | None:

@@ -237,7 +237,16 @@ class FunctionalUpdate(Update):
             for own in self._scales.values():
                 own.fill_(1.0)
         self._scaled = max_norm is not None
-        self._launch(plan, max_norm)
+        # The device's part, from gradients to parameters and states; may be captured in a CUDA graph.
+        gradients: list[list[Any]] = [[parameter.grad for parameter in members] for _, members, _ in plan.chunks]
+        if max_norm is not None and gradients:
+            # As torch.nn.utils.clip_grad_norm_ does it, but for writing the gradients once more.
+            norm = torch.nn.utils.get_total_norm(list(itertools.chain(*gradients)))
+            for own in self._scales.values():
+                own.copy_(torch.clamp(max_norm / (norm + 1e-6), max=1.0), non_blocking=True)
+        plan.count(on_host=False)
+        for (run, parameters, others), each in zip(plan.chunks, gradients, strict=True):
+            run(parameters, each, *others)
 
     def pieces(self) -> list[Callable[[], None]]:
         """The next step as calls of one compiled function each, without clipping."""
@@ -264,18 +273,6 @@ class FunctionalUpdate(Update):
             for scalar, value in zip(clock.scalars, values, strict=True):
                 scalar.write(value)
         plan.count(on_host=True)
-
-    def _launch(self, plan: Plan, max_norm: float | None) -> None:
-        """The device's part: gradients to parameters and states. May be captured in a CUDA graph."""
-        gradients: list[list[Any]] = [[parameter.grad for parameter in members] for _, members, _ in plan.chunks]
-        if max_norm is not None and gradients:
-            # As torch.nn.utils.clip_grad_norm_ does it, but for writing the gradients once more.
-            norm = torch.nn.utils.get_total_norm(list(itertools.chain(*gradients)))
-            for own in self._scales.values():
-                own.copy_(torch.clamp(max_norm / (norm + 1e-6), max=1.0), non_blocking=True)
-        plan.count(on_host=False)
-        for (run, parameters, others), each in zip(plan.chunks, gradients, strict=True):
-            run(parameters, each, *others)
 
     def constants(self) -> int:
         """Number of the plan that the next step goes by: another one as soon as the state is not the one planned for.

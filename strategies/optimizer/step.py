@@ -20,10 +20,7 @@ from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._dynamo.utils import counters
 
 from strategies.base import CannotCapture, has_another_step
-
-ATTRIBUTE = "_compiled_update"
-"""Attribute of the optimizer that holds the update."""
-
+from strategies.optimizer import ATTRIBUTE, installed
 
 NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
 """Torch's optimizers whose steps are all alike."""
@@ -128,11 +125,6 @@ def replace_step(optimizer: torch.optim.Optimizer, update: Callable[[torch.optim
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def installed(optimizer: torch.optim.Optimizer) -> Update | None:
-    """The update that stands in for the step of ``optimizer``, or None."""
-    return vars(optimizer).get(ATTRIBUTE)
-
-
 def not_torchs_own(optimizer: torch.optim.Optimizer) -> str | None:
     """Why it is not known what a step of ``optimizer`` does on the host; None for a step of ``torch.optim``."""
     if has_another_step(optimizer):
@@ -223,21 +215,28 @@ class GenericUpdate(Update):
         self._raw(self.optimizer)
 
     def _attempt(self) -> None:
-        groups = [group for group in self.optimizer.param_groups if "lr" in group]
-        before = [(group, dict(group)) for group in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups
         for group in groups[len(self._rates) :]:  # all at first, later those that were added since
             first = group["params"][0]
             dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
             self._rates.append(DeviceScalar(group["lr"], device=first.device, dtype=dtype))
-        for group, rate in zip(groups, self._rates, strict=True):
-            rate.write(group["lr"])
-            group["lr"] = rate.tensor
-        try:
+        with _groups_kept(self.optimizer):
+            for group, rate in zip(groups, self._rates, strict=True):
+                rate.write(group["lr"])
+                group["lr"] = rate.tensor
             self._compiled()
-        finally:
-            for group, values in before:
-                # Up to torch 2.13 compiling also sets capturable: https://github.com/pytorch/pytorch/issues/182706
-                group.update({name: values[name] for name in ("lr", "capturable") if name in values})
+
+
+@contextlib.contextmanager
+def _groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Afterwards the groups have the learning rates that they had before, and their ``capturable``, which compiling
+    also sets up to torch 2.13: https://github.com/pytorch/pytorch/issues/182706"""
+    before = [(group, dict(group)) for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, values in before:
+            group.update({name: values[name] for name in ("lr", "capturable") if name in values})
 
 
 # ---- within a captured training step ---------------------------------------------------------------------------------
@@ -250,20 +249,16 @@ def graphed(optimizer: torch.optim.Optimizer) -> GraphedStep:
     """The step of ``optimizer``, compiled or torch's own, ready for capture. Raises CannotCapture."""
     update = installed(optimizer)
     if update is None:
-        if (reason := not_torchs_own(optimizer) or _counts_on_host(optimizer)) is not None:
+        if (reason := not_torchs_own(optimizer)) is not None:
             raise CannotCapture(reason)
+        if not isinstance(optimizer, NOT_COUNTING) and not all(
+            "capturable" in group or group.get("fused") for group in optimizer.param_groups
+        ):
+            raise CannotCapture(f"{type(optimizer).__name__} counts its steps on the host")
         return OwnStep(optimizer)
     if update.form == "functional":
         return update
     raise CannotCapture(f"the {update.form} form of the compiled step reads the host")
-
-
-def _counts_on_host(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why a captured step of one of torch's optimizers would not count; ``OwnStep`` moves what is ``capturable``."""
-    groups = optimizer.param_groups
-    if isinstance(optimizer, NOT_COUNTING) or all("capturable" in group or group.get("fused") for group in groups):
-        return None
-    return f"{type(optimizer).__name__} counts its steps on the host"
 
 
 class OwnStep(GraphedStep):
@@ -271,13 +266,16 @@ class OwnStep(GraphedStep):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._rates = [_rate_on_device(group) for group in optimizer.param_groups]
+        self._rates: list[DeviceScalar | None] = []
+        """Of each group; None where the rate is a tensor already, or kernels take it by value."""
         self._hook = optimizer.register_state_dict_post_hook(_steps_on_host)
 
     def prepare(self) -> None:
         """Bring the device's learning rates up to date: outside of the graph, which would repeat it."""
-        for group in self._optimizer.param_groups[len(self._rates) :]:  # added since
-            self._rates.append(_rate_on_device(group))
+        for group in self._optimizer.param_groups[len(self._rates) :]:  # all at first, later those added since
+            takes_tensor = _has_capturable(group) or group.get("fused")
+            moves = takes_tensor and not isinstance(group["lr"], Tensor)
+            self._rates.append(DeviceScalar(group["lr"], device=group["params"][0].device) if moves else None)
         for group, rate in self._groups():
             if rate is not None:
                 rate.write(group["lr"])
@@ -291,21 +289,15 @@ class OwnStep(GraphedStep):
     @contextlib.contextmanager
     def capturable(self) -> Iterator[None]:
         """Let steps inside take the learning rate from the device and keep their step counts there."""
-        before = [(group, group["lr"], group.get("capturable")) for group in self._optimizer.param_groups]
-        for group, rate in self._groups():
-            if _has_capturable(group):
-                if _keeps_steps_on_host(group):
-                    self._move_steps(group, to=None)
-                group["capturable"] = True
-            if rate is not None:
-                group["lr"] = rate.tensor
-        try:
+        with _groups_kept(self._optimizer):
+            for group, rate in self._groups():
+                if _has_capturable(group):
+                    if _keeps_steps_on_host(group):
+                        self._move_steps(group, to=None)
+                    group["capturable"] = True
+                if rate is not None:
+                    group["lr"] = rate.tensor
             yield
-        finally:
-            for group, rate, capturable in before:
-                group["lr"] = rate
-                if "capturable" in group:
-                    group["capturable"] = capturable
 
     def release(self) -> None:
         """Put the step counts back to where the optimizer keeps them without graphs."""
@@ -323,13 +315,6 @@ class OwnStep(GraphedStep):
             step = self._optimizer.state[parameter].get("step") if parameter in self._optimizer.state else None
             if isinstance(step, Tensor):
                 self._optimizer.state[parameter]["step"] = step.to(to or parameter.device)
-
-
-def _rate_on_device(group: dict[str, Any]) -> DeviceScalar | None:
-    """The learning rate as a tensor, for kernels that take one; None where it is one already or is taken by value."""
-    if isinstance(group["lr"], Tensor) or not (_has_capturable(group) or group.get("fused")):
-        return None
-    return DeviceScalar(group["lr"], device=group["params"][0].device)
 
 
 def _has_capturable(group: dict[str, Any]) -> bool:

@@ -18,7 +18,8 @@ from torch.fx import GraphModule
 from torch.optim import lr_scheduler
 
 from strategies import CudaGraph, Optimizer, Program, compose
-from strategies.optimizer.step import ATTRIBUTE, NothingCompiled, installed
+from strategies.optimizer import ATTRIBUTE, installed
+from strategies.optimizer.step import NothingCompiled
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
 

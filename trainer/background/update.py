@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from strategies.base import Program
 from strategies.compose import begin
 from strategies.errors import one_line
-from strategies.optimizer import Optimizer, places_of, reason_for_eager
+from strategies.optimizer import Optimizer, installed, places_of, reason_for_eager
 from strategies.optimizer.functional import FunctionalUpdate, formula_of
-from strategies.optimizer.step import installed
 from trainer.background.wire import Call, dumps
 
 LIKE_ROUNDING = 64

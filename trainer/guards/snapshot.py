@@ -34,7 +34,7 @@ from strategies import Program
 from strategies.cuda_graph.state import entries_of, refill
 from strategies.errors import origin_of
 from strategies.loop import Loop
-from strategies.optimizer.step import ATTRIBUTE
+from strategies.optimizer import ATTRIBUTE
 from strategies.torch_patches import settle_shards
 from trainer.guards.compare import local
 from trainer.loops.private import kinds
