@@ -8,22 +8,8 @@ from strategies.modular import Modular, Part
 from strategies.modules import Auto, Background, Checkpointing, Dynamic, Regional, Whole
 from strategies.optimizer import Optimizer
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.name: strategy
-    for strategy in (
-        Auto,
-        Whole,
-        Regional,
-        Modular,
-        CudaGraph,
-        Cached,
-        Buckets,
-        Dynamic,
-        Optimizer,
-        Checkpointing,
-        Background,
-    )
-}
+_SHIPPED = (Auto, Whole, Regional, Modular, CudaGraph, Cached, Buckets, Dynamic, Optimizer, Checkpointing, Background)
+STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in _SHIPPED}
 """Shipped strategies by the name they have under ``compile`` in the configuration."""
 
 __all__ = [

@@ -231,6 +231,8 @@ class Strategy:
     reorders_data: ClassVar[bool] = False
     """Whether training sees its examples in another order than eager does: a comparison needs the same one on both."""
 
+    captures_step: ClassVar[bool] = False
+    """Whether it captures whole steps in CUDA graphs, within which no other CUDA graph may be captured."""
     chooser: ClassVar[str | None] = None
     """``module:Class`` of what chooses other strategies in the place of this one when the first batch is there, if it
     stands for such a choice. The class is called as ``trainer.auto.chooser.Chooser`` is."""
@@ -262,11 +264,6 @@ class Strategy:
     @property
     def uses_cuda_graphs(self) -> bool:
         """Whether what it compiles is replayed from CUDA graphs, which keep their outputs in memory of their own."""
-        return False
-
-    @property
-    def captures_step(self) -> bool:
-        """Whether it captures whole steps in CUDA graphs, within which no other CUDA graph may be captured."""
         return False
 
     @property

@@ -237,16 +237,11 @@ class Auto(Strategy):
         return options.helper if modules and self.background is not False else None
 
     def __post_init__(self) -> None:
-        """Raise one ValueError with a line for each value that cannot be."""
-        complaints = [
-            f"compile.auto.candidates: {name!r} is not one of {CANDIDATES}"
-            for name in self.candidates
-            if name not in CANDIDATES
-        ]
+        for name in self.candidates:
+            if name not in CANDIDATES:
+                raise ValueError(f"compile.auto.candidates: {name!r} is not one of {CANDIDATES}")
         if self.planned_steps is not None and self.planned_steps < 1:
-            complaints.append(f"compile.auto.planned_steps={self.planned_steps} must be at least 1")
-        if complaints:
-            raise ValueError("\n".join(complaints))
+            raise ValueError(f"compile.auto.planned_steps={self.planned_steps} must be at least 1")
 
 
 # ---- background ------------------------------------------------------------------------------------------------------
@@ -286,18 +281,11 @@ class Background(Strategy):
     """Whether a helper is started on fewer than four cores as well, where it slows the training down."""
 
     def __post_init__(self) -> None:
-        """Raise one ValueError with a line for each value out of range."""
-        key = f"compile.{self.name}"
-        complaints = []
         if self.at_step is not None and self.at_step < 1:
-            complaints.append(f"{key}.at_step={self.at_step} must be at least 1")
-        complaints += [
-            f"{key}.{option}={getattr(self, option)} must be above 0"
-            for option in ("max_device_gib", "max_host_gib", "timeout_seconds")
-            if not getattr(self, option) > 0
-        ]
-        if complaints:
-            raise ValueError("\n".join(complaints))
+            raise ValueError(f"compile.background.at_step={self.at_step} must be at least 1")
+        for option in ("max_device_gib", "max_host_gib", "timeout_seconds"):
+            if not getattr(self, option) > 0:
+                raise ValueError(f"compile.background.{option}={getattr(self, option)} must be above 0")
 
     @property
     def left_out(self) -> str | None:

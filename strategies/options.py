@@ -196,7 +196,11 @@ def cudnn_attention_fails(torch_version: str, capability: tuple[int, int]) -> bo
 
 def cache_directories() -> dict[str, Path]:
     """The compiler's cache directories by the environment variable that names each one."""
-    default = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
+    try:  # as torch names its default directory: torch/_inductor/runtime/cache_dir_utils.py
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a container without a name for its user
+        user = f"uid_{os.getuid()}"
+    default = Path(tempfile.gettempdir()) / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
     directories = {"TORCHINDUCTOR_CACHE_DIR": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default)}
     if triton := os.environ.get("TRITON_CACHE_DIR"):  # else within the other one
         directories["TRITON_CACHE_DIR"] = Path(triton)
@@ -237,15 +241,6 @@ def missing_toolchain() -> str | None:
     if not headers.is_file():
         return f"Inductor needs Python's headers on a CPU, {headers} is not there: install python3-dev"
     return None
-
-
-def _user() -> str:
-    # As torch names its default directory: torch/_inductor/runtime/cache_dir_utils.py
-    try:
-        user = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):  # a container without a name for its user
-        user = f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
-    return re.sub(r'[\\/:*?"<>|]', "_", user)
 
 
 @contextlib.contextmanager

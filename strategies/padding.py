@@ -144,15 +144,14 @@ def to_edge(batch: Any, ragged: Sequence[Ragged], edge: int) -> Any:
     return _replaced(batch, changed) if changed else batch
 
 
-def unpadded(batch: Any, ragged: Sequence[Ragged]) -> Any:
-    """``batch`` without the positions at its end that are padding in all examples; ``batch`` itself if there are none.
-    Reads it on the host."""
+def used_length(batch: Any, ragged: Sequence[Ragged]) -> int:
+    """Length of ``batch`` without the positions at its end that are padding in all examples; read on the host."""
     used = 1
     for entry in ragged:
         tensor = tensor_of(batch, entry)
         filled = (tensor != entry.pad).movedim(entry.dim, 0).flatten(1).any(1).nonzero()
         used = max(used, *(int(place) + 1 - entry.extra for place in filled[-1:]))
-    return to_edge(batch, ragged, used)
+    return used
 
 
 def tensor_of(batch: Any, entry: Ragged) -> Tensor:

@@ -152,16 +152,9 @@ class RegionCall:
 
 def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -> None:
     """Let ``failed`` decide about every region in whose forward the compiler fails."""
-    for _, call in region_calls(program):
-        call.failed = failed
-
-
-def region_calls(program: Program) -> Iterator[tuple[Region, RegionCall]]:
-    """The regions that are called as such, with their calls; not those within others, which an outer one calls."""
-    for region in program.regions:
-        call = region.module._compiled_call_impl
-        if isinstance(call, RegionCall):
-            yield region, call
+    for region in program.regions:  # those within others are called by the outer ones
+        if isinstance(call := region.module._compiled_call_impl, RegionCall):
+            call.failed = failed
 
 
 def outermost(program: Program) -> list[Region]:
@@ -182,7 +175,8 @@ def _guard(program: Program, region: Region) -> None:
 
 
 def _hand_over(program: Program, module: nn.Module, arguments: dict[str, Any]) -> None:
-    if _forward_is_torchs_own(module):
+    # Torch's question fails for a forward that was replaced by another kind of callable.
+    if inspect.isroutine(module.forward) and trace_rules.check(module.forward):
         # In torch 2.11 Module.compile() is a silent no-op for a forward defined inside torch.nn (Sequential,
         # TransformerEncoderLayer): Dynamo skips the frame. wrap_inline gives it one that it compiles.
         module._compiled_call_impl = torch.compile(external_utils.wrap_inline(module._call_impl), **arguments)
@@ -191,11 +185,6 @@ def _hand_over(program: Program, module: nn.Module, arguments: dict[str, Any]) -
     if program.padding is not None and program.padding.around_region is not None:
         compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = program.padding.around_region(compiled)
-
-
-def _forward_is_torchs_own(module: nn.Module) -> bool:
-    # Torch's question fails for a forward that was replaced by another kind of callable.
-    return inspect.isroutine(module.forward) and bool(trace_rules.check(module.forward))
 
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 
-class PlannedBatch(list[int]):
-    """Examples of one batch on one rank, and the edge that all ranks pad this step's batch up to."""
+class PlannedBatch(list[Any]):
+    """Examples of one batch on one rank, or their numbers, and the edge that all ranks pad this step's batch up to."""
 
     edge: int
 
@@ -194,7 +195,17 @@ def optimal(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None 
     An example costs the edge it is padded up to, whatever it is batched with. Exact over all sets of multiples, in
     O(count * n^2) for n occupied multiples: under a second for n = 4,096 and any number of examples.
     """
-    edges, examples = _histogram(lengths, multiple, limit)
+    values = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # an empty example takes a position too
+    if not len(values):
+        raise ValueError("there are no lengths to choose edges by")
+    if limit is not None and values.max() > limit:
+        raise ValueError(f"the longest example has {int(values.max())} positions, the limit is {limit}")
+    counts = np.bincount(-(-values // multiple))
+    places = np.flatnonzero(counts)
+    # Candidates, and the examples whose smallest edge each one would be.
+    edges, examples = places * multiple, counts[places]
+    if limit is not None:
+        edges = np.minimum(edges, limit)
     below = np.concatenate(([0], np.cumsum(examples)))  # examples up to each candidate
     size = len(edges)
     # best[j]: fewest positions of the examples below candidate j, using as many edges as rounds so far.
@@ -230,18 +241,3 @@ def clear_of_64(edges: Sequence[int], *, multiple: int, limit: int | None = None
     itself stays."""
     moved = {edge if edge % 128 != 64 else min(edge + multiple, limit or edge + multiple) for edge in edges}
     return tuple(sorted(moved))
-
-
-def _histogram(lengths: ArrayLike, multiple: int, limit: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ascending candidate edges, and the examples whose smallest edge each one would be."""
-    values = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # an empty example takes a position too
-    if not len(values):
-        raise ValueError("there are no lengths to choose edges by")
-    if limit is not None and values.max() > limit:
-        raise ValueError(f"the longest example has {int(values.max())} positions, the limit is {limit}")
-    counts = np.bincount(-(-values // multiple))
-    places = np.flatnonzero(counts)
-    edges = places * multiple
-    if limit is not None:
-        edges = np.minimum(edges, limit)
-    return edges, counts[places]

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from strategies.base import Ragged
 from strategies.buckets.batches import BucketBatchSampler, PlannedBatch
-from strategies.padding import Padding, length_of, tensor_of, to_edge
+from strategies.padding import Padding, length_of, to_edge, used_length
 
 
 def require_map_style(loader: DataLoader[Any], name: str) -> None:
@@ -76,12 +76,6 @@ LOADER_OPTIONS = (
 """What a rebuilt loader takes over from the user's."""
 
 
-class PlannedItems(list[Any]):
-    """Examples of one batch, and the edge it is planned to be padded up to."""
-
-    edge: int
-
-
 class PlannedData(Dataset[Any]):
     """A user's data set whose batches of examples remember the edge that was planned for them."""
 
@@ -94,10 +88,10 @@ class PlannedData(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]
 
-    def __getitems__(self, indices: PlannedBatch) -> PlannedItems:
+    def __getitems__(self, indices: PlannedBatch) -> PlannedBatch:
         """Examples of one batch; the method that torch's loader prefers where a data set has it."""
         fetch = getattr(self._dataset, "__getitems__", None)
-        items = PlannedItems(fetch(list(indices)) if fetch else [self._dataset[index] for index in indices])
+        items = PlannedBatch(fetch(list(indices)) if fetch else [self._dataset[index] for index in indices])
         items.edge = indices.edge
         return items
 
@@ -126,28 +120,17 @@ class PaddingCollate:
 
     def __call__(self, items: Sequence[Any]) -> Any:
         """Collate ``items`` and pad. Raises ValueError when a declared tensor is missing."""
-        planned = items.edge if isinstance(items, PlannedItems) else None
+        planned = items.edge if isinstance(items, PlannedBatch) else None
         batch = self._collate(list(items) if planned is not None else items)
         length = length_of(batch, self._ragged)
         edge = self._edge_of(length) if planned is None else planned
-        if planned is not None and length > planned and not self._ends_in_padding(batch, planned):
+        # A collate function that pads to a fixed length is cut short.
+        if planned is not None and length > planned and used_length(batch, self._ragged) > planned:
             edge = self._edge_of(length)
             self._unexpected += 1
         elif planned is None and self._longest is not None and length > self._longest:
             self._unexpected += 1
         return to_edge(batch, self._ragged, edge)
-
-    def _ends_in_padding(self, batch: Any, edge: int) -> bool:
-        """Whether all beyond ``edge`` is padding: a collate function that pads to a fixed length may be cut short."""
-        for entry in self._ragged:
-            tensor = tensor_of(batch, entry)
-            width = edge + entry.extra
-            beyond = tensor.narrow(
-                entry.dim, min(width, tensor.shape[entry.dim]), max(0, tensor.shape[entry.dim] - width)
-            )
-            if not bool((beyond == entry.pad).all()):
-                return False
-        return True
 
 
 class BucketLoader(DataLoader[Any]):

@@ -18,7 +18,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -70,7 +70,8 @@ class Session:
         shared = None
         try:
             if self._leads:
-                self._directory = self._stack.enter_context(own_directory(self.notes))
+                self._directory = own_directory(self.notes)
+                self._stack.enter_context(compiling_in(self._directory))
                 self._fetch_and_load()
                 shared = self._directory, self.facts, self.findings
         finally:
@@ -171,9 +172,9 @@ class Session:
         return bool(new or not self._loaded)
 
     def _store(self, libraries: dict[str, bytes], findings: dict[str, Any]) -> None:
-        saved = torch.compiler.save_cache_artifacts()
-        artifacts = [f"library {path}" for path in libraries]
-        if saved is not None:
+        data, artifacts = b"", [f"library {path}" for path in libraries]
+        if (saved := torch.compiler.save_cache_artifacts()) is not None:
+            data = saved[0]
             artifacts += [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
         manifest = {
             "fingerprint": self._fingerprint,
@@ -182,19 +183,18 @@ class Session:
             "findings": findings,
         }
         max_bytes = self._options.max_gib * 2**30
-        size = len(saved[0] if saved else b"") + sum(map(len, libraries.values()))
-        if size > max_bytes:
+        if (size := len(data) + sum(map(len, libraries.values()))) > max_bytes:
             raise ValueError(f"{size / MIB:.1f} MiB are more than max_gib allows")
 
         def write() -> tuple[int, int]:
             store = self._options.store()
             if (reason := store.distrust_of_writes()) is not None:
                 raise ValueError(reason)
-            stored = store.save(saved[0] if saved else b"", libraries, manifest)
+            name, written = store.save(data, libraries, manifest)
             for bundle in self._loaded:
-                if bundle.name != stored.name and set(bundle.manifest["artifacts"]) <= set(artifacts):
+                if bundle.name != name and set(bundle.manifest["artifacts"]) <= set(artifacts):
                     store.remove(bundle.name)  # the new bundle holds all of it
-            return stored.size, len(store.evict(max_bytes=max_bytes, keep=[stored.name]))
+            return written, len(store.evict(max_bytes=max_bytes, keep=[name]))
 
         began = time.perf_counter()
         size, evicted = within(self._options.timeout_seconds, write)
@@ -233,16 +233,15 @@ def _read_counters() -> dict[str, int]:
     }
 
 
-@contextlib.contextmanager
-def own_directory(notes: list[str]) -> Iterator[Path]:
-    """A new directory inside the one that Inductor uses (the user's choice of disk), in its place until the block ends.
+def own_directory(notes: list[str]) -> Path:
+    """Make a directory inside the one that Inductor uses (the user's choice of disk), to compile in.
 
     Only so is it known what belongs to a run. What an earlier run left in the usual directory would count as a hit here
     and be missing on the next machine.
 
     Where other users could put code into Inductor's, it lies in the temporary folder, and ``notes`` get a line.
     It is removed when the process exits: compiled code may load a library when it runs for the first time, later than
-    this block. For that reason this is not ``torch._inductor.utils.fresh_cache``, which otherwise does the same.
+    the session. For that reason this is not ``torch._inductor.utils.fresh_cache``, which otherwise does the same.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -258,8 +257,7 @@ def own_directory(notes: list[str]) -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
 
     atexit.register(remove)
-    with compiling_in(directory):
-        yield directory
+    return directory
 
 
 def gathered(value: Any) -> list[Any]:

@@ -21,10 +21,10 @@ import shlex
 import stat
 import uuid
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 NAME = re.compile(r"([0-9a-f]{32}-[0-9a-f]{64})\.bundle")
 """Files of ours; nothing else in the folder is read or removed."""
@@ -42,14 +42,6 @@ PURPOSE = b"crucible artifacts 2\n"
 """Signed along, so that no other use of the same key yields a signature of ours."""
 UNSIGNED = b"-" * 64
 """Stands for the signature, 64 hexadecimal digits, where nobody signed."""
-
-
-class Stored(NamedTuple):
-    """A bundle in the store, as far as a listing tells."""
-
-    name: str
-    size: int
-    """Bytes."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,19 +81,19 @@ class ArtifactStore:
         self.root = os.path.realpath(root) if self.local else str(root).rstrip("/")
         self.key = key
 
-    def bundles(self) -> list[Stored]:
-        """All bundles; empty where the folder does not exist."""
+    def bundles(self) -> dict[str, int]:
+        """Bytes of each bundle by its name; empty where the folder does not exist."""
         self.fs.invalidate_cache()  # another process may have written since
         try:
             found = [info for info in self.fs.ls(self.root, detail=True) if info["type"] == "file"]
         except FileNotFoundError:
-            return []
+            return {}
         names = [(NAME.fullmatch(info["name"].rpartition("/")[2]), info["size"] or 0) for info in found]
-        return [Stored(match[1], size) for match, size in names if match]
+        return {match[1]: size for match, size in names if match}
 
     def names(self, fingerprint: str) -> list[str]:
         """Bundles that were written for ``fingerprint``."""
-        return [stored.name for stored in self.bundles() if stored.name.startswith(fingerprint[:32])]
+        return [name for name in self.bundles() if name.startswith(fingerprint[:32])]
 
     def load(self, name: str, *, fingerprint: str) -> Bundle:
         """Read a bundle. Raises Refused for one that is foreign, not genuine, truncated or corrupt."""
@@ -126,8 +118,8 @@ class ArtifactStore:
             raise Refused(f"it is not a bundle ({type(error).__name__}: {error})") from None
         return Bundle(name=name, size=len(content), manifest=manifest, artifacts=artifacts, libraries=members)
 
-    def save(self, artifacts: bytes, libraries: Mapping[str, bytes], manifest: Mapping[str, Any]) -> Stored:
-        """Write a bundle. Raises what the file system raises."""
+    def save(self, artifacts: bytes, libraries: Mapping[str, bytes], manifest: Mapping[str, Any]) -> tuple[str, int]:
+        """Write a bundle; returns its name and bytes. Raises what the file system raises."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w") as archive:
             text = json.dumps(manifest, default=repr, sort_keys=True).encode()
@@ -137,23 +129,22 @@ class ArtifactStore:
         name = f"{manifest['fingerprint'][:32]}-{hashlib.sha256(data).hexdigest()}"
         signature = UNSIGNED if self.key is None else signature_of(data, self.key)
         self._write(self.path(name), signature + data)
-        return Stored(name, len(signature) + len(data))
+        return name, len(signature) + len(data)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self.path(name))
 
-    def evict(self, *, max_bytes: float, keep: Iterable[str] = ()) -> list[Stored]:
+    def evict(self, *, max_bytes: float, keep: Collection[str] = ()) -> list[str]:
         """Remove what was written longest ago until the rest fits ``max_bytes``, never one in ``keep``; returns it."""
-        bundles, kept, removed = self.bundles(), set(keep), []
-        total = sum(stored.size for stored in bundles)
+        sizes = self.bundles()
+        total, removed = sum(sizes.values()), list[str]()
         if total > max_bytes:
-            bundles.sort(key=lambda stored: self.fs.modified(self.path(stored.name)))
-        for stored in bundles:
-            if total > max_bytes and stored.name not in kept:
-                self.remove(stored.name)
-                removed.append(stored)
-                total -= stored.size
+            for name in sorted(sizes, key=lambda name: self.fs.modified(self.path(name))):
+                if total > max_bytes and name not in keep:
+                    self.remove(name)
+                    removed.append(name)
+                    total -= sizes[name]
         return removed
 
     def distrust_of_writes(self) -> str | None:
@@ -219,9 +210,9 @@ def read_key(option: str, key_file: str | None) -> bytes | None:
                 status, key = os.fstat(file.fileno()), file.read().strip()
         except OSError as error:
             raise ValueError(f"{given}: {error.strerror}") from error
-        if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        if status.st_uid != os.getuid():
             raise ValueError(f"{given}: it belongs to another user; copy it, or set {KEY_VARIABLE}")
-        if hasattr(os, "getuid") and status.st_mode & 0o077:
+        if status.st_mode & 0o077:
             raise ValueError(f"{given}: other users may read or write it; chmod go= {shlex.quote(key_file)}")
     if len(key) < MIN_KEY_BYTES:
         raise ValueError(f"{given}: a key of {len(key)} bytes is too short, at least {MIN_KEY_BYTES} are needed")
@@ -233,8 +224,6 @@ def distrust_of(path: str) -> str | None:
 
     Raises OSError when it cannot be looked at.
     """
-    if not hasattr(os, "getuid"):
-        return "this system does not say who may write there"
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         return f"{path} is a link"

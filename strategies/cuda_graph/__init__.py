@@ -24,6 +24,7 @@ class CudaGraph(Strategy):
 
     name: ClassVar[str] = "cuda_graph"
     stage: ClassVar[Stage] = Stage.STEP
+    captures_step: ClassVar[bool] = True
     headlines: ClassVar[tuple[str, ...]] = ("graphs", "replayed_steps", "eager_steps", "parity.verdict", "refused")
 
     required: bool = True
@@ -38,10 +39,6 @@ class CudaGraph(Strategy):
                 "compile.cuda_graph: CUDA graphs need a CUDA device and this machine has none; leave it out or set "
                 "compile.cuda_graph.required=false"
             )
-
-    @property
-    def captures_step(self) -> bool:
-        return True
 
     def begin(self, program: Program) -> None:
         from strategies.cuda_graph.capture import CudaEngine, StepGraphs

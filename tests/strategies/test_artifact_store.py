@@ -37,7 +37,7 @@ def memory() -> Iterator[str]:
 
 def save(store: ArtifactStore, data: bytes = b"artifacts", fingerprint: str = PROGRAM) -> str:
     manifest = {"fingerprint": fingerprint, "facts": {"torch": "2"}, "artifacts": [f"inductor {data!r}"]}
-    return store.save(data, {"ab/c.so": b"elf"}, manifest).name
+    return store.save(data, {"ab/c.so": b"elf"}, manifest)[0]
 
 
 def load(store: ArtifactStore, name: str) -> bytes:
@@ -57,7 +57,7 @@ def test_what_is_saved_is_loaded(local: ArtifactStore, memory: str) -> None:
         bundle = store.load(name, fingerprint=PROGRAM)
         assert (bundle.artifacts, bundle.libraries) == (b"artifacts", {"ab/c.so": b"elf"})
         assert bundle.manifest["facts"] == {"torch": "2"}
-        assert [stored.size for stored in store.bundles()] == [bundle.size]
+        assert store.bundles() == {name: bundle.size}
 
 
 def test_an_empty_store_holds_nothing(local: ArtifactStore, memory: str) -> None:
@@ -215,10 +215,10 @@ def test_the_oldest_bundle_is_evicted_first(local: ArtifactStore) -> None:
     old, younger, new = (save(local, bytes([number]) * 5000) for number in range(3))
     for name, seconds in ((old, 300), (younger, 200), (new, 100)):
         age(local, name, seconds)
-    total = sum(stored.size for stored in local.bundles())
-    assert [stored.name for stored in local.evict(max_bytes=total)] == []
-    assert [stored.name for stored in local.evict(max_bytes=total - 1)] == [old]
-    assert [stored.name for stored in local.evict(max_bytes=0, keep=[new])] == [younger]
+    total = sum(local.bundles().values())
+    assert local.evict(max_bytes=total) == []
+    assert local.evict(max_bytes=total - 1) == [old]
+    assert local.evict(max_bytes=0, keep=[new]) == [younger]
     assert local.names(PROGRAM) == [new]
     assert {Path(path).stem for path in os.listdir(local.root)} == {new}
 

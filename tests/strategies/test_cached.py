@@ -93,7 +93,7 @@ def test_a_memory_store_is_signed_with_the_key_of_the_environment(monkeypatch: p
 def test_nothing_is_written_that_nobody_could_load(tmp_path: Path) -> None:
     report = run(Cached(url="memory://unsigned"), compiled="a")
     assert "needs a key to sign with (set CRUCIBLE_CACHE_KEY)" in report["save_error"]
-    assert ArtifactStore("memory://unsigned").bundles() == []
+    assert ArtifactStore("memory://unsigned").bundles() == {}
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     report = run(Cached(url=str(tmp_path / "open")), compiled="a")
@@ -250,7 +250,7 @@ def test_the_store_is_kept_under_its_cap(tmp_path: Path) -> None:
     assert run(Cached(url=url, max_gib=cap), compiled="a")["bundles_evicted"] == 0
     reports = [run(Cached(url=url, max_gib=cap), compiled=key) for key in "bcd"]
     assert sum(report["bundles_evicted"] for report in reports) >= 1
-    assert sum(stored.size for stored in ArtifactStore(url).bundles()) <= cap * 2**30
+    assert sum(ArtifactStore(url).bundles().values()) <= cap * 2**30
 
 
 # ---- a good neighbour ----------------------------------------------------------------------------------------------

@@ -364,9 +364,11 @@ def test_it_chooses_alone_how_modules_are_compiled(other: Any) -> None:
         Compile([Auto(), other])
 
 
-def test_wrong_options_are_named_all_at_once() -> None:
-    with pytest.raises(ValueError, match=r"'regionel' is not one of (.|\n)*planned_steps=0"):
-        Auto(candidates=["regionel"], planned_steps=0)
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(ValueError, match="'regionel' is not one of "):
+        Auto(candidates=["regionel"])
+    with pytest.raises(ValueError, match="planned_steps=0 must be at least 1"):
+        Auto(planned_steps=0)
 
 
 def test_an_eager_step_that_fails_is_the_users_error(tmp_path: Path) -> None:

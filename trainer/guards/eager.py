@@ -28,7 +28,7 @@ from strategies import Program
 from strategies.base import has_another_step
 from strategies.compose import eager
 from strategies.loop import Loop
-from strategies.padding import unpadded
+from strategies.padding import to_edge, used_length
 from trainer.guards.compare import TENSOR_FLOOR, Comparison, Tensors, displaced, local, loss_sizes, norms, on_host
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
 from trainer.telemetry.record import AuditDifference
@@ -215,7 +215,7 @@ def loss_of_padding(loop: Loop, program: Program, batch: Any, unit: float) -> st
     """What ``training_step`` returns in eval mode on ``batch`` with its padding and without, where that differs by more
     than rounding; empty where it does not, or cannot be known. A forward may leave what has to be restored."""
     assert program.padding is not None
-    shorter = unpadded(batch, program.padding.ragged)
+    shorter = to_edge(batch, program.padding.ragged, used_length(batch, program.padding.ragged))
     if shorter is batch or loop.manual or loop.world_size > 1:  # where processes might differ in their forwards
         return ""
     with eager(program):
