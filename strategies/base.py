@@ -10,12 +10,13 @@ import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from strategies.cuda_graph.capture import StepGraphs
     from strategies.loop import Loop
     from strategies.padding import Padding
 
@@ -81,57 +82,6 @@ class Region:
     """Its compiled call once it has been handed to the compiler, see ``regions.switch_on``."""
 
 
-class Verifier(Protocol):
-    """Compares the first replay of a graph with the step that it was captured from."""
-
-    facts: dict[str, Any]
-    """Verdict and figures, for the record."""
-
-    def wants(self, name: str) -> bool:
-        """Whether the graph about to be captured is to be compared."""
-
-    def reference(self, run: Callable[[], Any], batch: Any) -> None:
-        """Run the step without a graph, keep what it did, and take all of it back."""
-
-    def compare(self, results: Any) -> None:
-        """Compare the replay that has just happened. Raises what should end the run."""
-
-
-class Capture(Protocol):
-    """Stands in for a loop's own way to run micro-batches, until ``release``."""
-
-    sample: Sequence[nn.Parameter]
-    """Parameters whose clipped gradients every captured whole step keeps."""
-    gradients: list[torch.Tensor] | None
-    """Those of the last step, valid until the next one; None where it was not replayed whole."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether the last step was replayed, or none like it will be."""
-
-    def release(self) -> None:
-        """Give the loop its own way back."""
-
-
-class Steps(Protocol):
-    """Whole training steps as a strategy of the STEP stage runs them: captured, and then replayed."""
-
-    captures: int
-    replays: int
-    """Steps replayed so far."""
-    given_up: bool
-    """Whether nothing is, or will be, captured."""
-    warmed: bool
-    """Whether every shape of batch has been compiled."""
-    verifier: Verifier | None
-
-    def take_over(self, loop: Loop, program: Program) -> Capture:
-        """Run the micro-batches of ``loop`` from now on."""
-
-    def facts(self) -> dict[str, Any]:
-        """What was captured, for the record."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Program:
     """What will execute each step; strategies change it in place."""
@@ -165,7 +115,7 @@ class Program:
     outlined: bool = False
     """Whether regions are named but not handed to the compiler: what a strategy would compile, without its cost;
     ``regions.switch_on`` hands them over one by one."""
-    step: Steps | None = None
+    step: StepGraphs | None = None
     """Filled by a strategy of the STEP stage: runs whole training steps."""
     regions: list[Region] = field(default_factory=list)
     """Filled by strategies: what was handed to the compiler."""

@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strategies.base import CannotCapture, Program, Verifier
+from strategies.base import CannotCapture, Program
 from strategies.cuda_graph.state import HostState
 from strategies.errors import first_line
 from strategies.loop import Loop
@@ -154,6 +154,22 @@ class Shape:
     """Whether no further one will be tried."""
 
 
+class Verifier(Protocol):
+    """Compares the first replay of a graph with the step that it was captured from."""
+
+    facts: dict[str, Any]
+    """Verdict and figures, for the record."""
+
+    def wants(self, name: str) -> bool:
+        """Whether the graph about to be captured is to be compared."""
+
+    def reference(self, run: Callable[[], Any], batch: Any) -> None:
+        """Run the step without a graph, keep what it did, and take all of it back."""
+
+    def compare(self, results: Any) -> None:
+        """Compare the replay that has just happened. Raises what should end the run."""
+
+
 class StepGraphs:
     """Runs steps, from a graph where there is one for the batch and the state at hand.
 
@@ -173,7 +189,9 @@ class StepGraphs:
         """Times that a step's state on the host was a new one."""
         self.eager_count = 0
         """Steps run without a graph so far."""
-        self.given_up, self.settled = False, True
+        self.given_up = False
+        """Whether nothing is, or will be, captured."""
+        self.settled = True
         self.warmup_steps = 0
         """Steps that run without a graph before the first capture, whatever their shapes."""
         self.agree: Callable[[int], int] = int
@@ -275,6 +293,7 @@ class StepGraphs:
         return pytree.tree_map_only(Tensor, torch.clone, variant.results)
 
     def take_over(self, loop: Loop, program: Program) -> StepCapture:
+        """Run the micro-batches of ``loop`` from now on."""
         from strategies.cuda_graph.steps import StepCapture
 
         return StepCapture(loop, program, self)

@@ -48,7 +48,7 @@ class Kept:
 
 
 class StepCapture:
-    """Runs the micro-batches of ``loop`` through ``graphs``; what it cannot capture runs as it is. See ``Capture``."""
+    """Runs the micro-batches of ``loop`` through ``graphs`` until ``release``; what it cannot capture runs as it is."""
 
     def __init__(self, loop: Loop, program: Program, graphs: StepGraphs) -> None:
         self._loop, self._program, self._graphs = loop, program, graphs
@@ -59,7 +59,9 @@ class StepCapture:
         self._unreduced = UnreducedGradients(self._module) if program.sharded and loop.micro_batches > 1 else None
         self._constants: set[Hashable] = set()
         self.sample: Sequence[nn.Parameter] = ()
+        """Parameters whose clipped gradients every captured whole step keeps."""
         self.gradients: list[Tensor] | None = None
+        """Those of the last step, valid until the next one; None where it was not replayed whole."""
         self._called = False
         self._index = 0
         self._optimizer: GraphedStep | None = None
@@ -92,6 +94,7 @@ class StepCapture:
 
     @property
     def settled(self) -> bool:
+        """Whether the last step was replayed, or none like it will be."""
         return self._graphs.given_up or self._graphs.settled
 
     def release(self) -> None:

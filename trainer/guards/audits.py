@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from strategies import Program
-from strategies.base import Capture
 from strategies.errors import one_line
 from strategies.loop import Around, Loop, MicroBatch
 from strategies.torch_patches import settle_shards
@@ -33,6 +32,9 @@ from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
+
+if TYPE_CHECKING:
+    from strategies.cuda_graph.steps import StepCapture
 
 SAMPLES, REPEATS = 4, 3
 """Eager forwards by which the tolerance is widened before a difference counts; steps in which it has to show again."""
@@ -75,7 +77,7 @@ class Audits:
         telemetry: Telemetry,
         pages: TensorBoardPages,
         *,
-        capture: Capture | None,
+        capture: StepCapture | None,
         unaudited: Around,
         differs: Callable[[ParityError], None],
     ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
-from strategies.base import Steps, holds
+from strategies.base import holds
 from strategies.compose import eager
 from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
@@ -111,13 +111,15 @@ class Guards:
 
     def around_micro_batch(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[dict[str, Any]] | None:
         """What times replays of it after it was replayed, where that is wanted."""
-        slowdown, graphs = self._slowdown, self._program.step
-        if slowdown is None or not slowdown.wanted or graphs is None:
+        slowdown = self._slowdown
+        if slowdown is None or not slowdown.wanted or self._program.step is None:
             return None
-        return self._timing_replays(slowdown, graphs, micro_batch)
+        return self._timing_replays(slowdown, micro_batch)
 
     @contextlib.contextmanager
-    def _timing_replays(self, slowdown: Slowdown, graphs: Steps, micro_batch: MicroBatch) -> Iterator[dict[str, Any]]:
+    def _timing_replays(self, slowdown: Slowdown, micro_batch: MicroBatch) -> Iterator[dict[str, Any]]:
+        graphs = self._program.step
+        assert graphs is not None
         replays = graphs.replays
         yield {}
         if graphs.given_up or not (micro_batch.begins and micro_batch.ends):

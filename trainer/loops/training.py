@@ -23,7 +23,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from strategies import Program, Ragged, Stage, Strategy
-from strategies.base import Capture
 from strategies.compose import apply, begin, check, compiler_settings, end, give_up_others, label, ordered
 from strategies.loop import Loop, MicroBatch
 from strategies.prepare import Preparation
@@ -35,6 +34,7 @@ from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 if TYPE_CHECKING:
+    from strategies.cuda_graph.steps import StepCapture
     from trainer.auto.chooser import Chooser
     from trainer.background.takeover import Takeover
     from trainer.guards.audits import Audits
@@ -121,7 +121,7 @@ class CompiledTraining:
         self._guards: Guards | None = None
         self._chooser: Chooser | None = None
         self._step_begins = True
-        self._capture: Capture | None = None
+        self._capture: StepCapture | None = None
         self._audits: Audits | None = None
         self._takeover: Takeover | None = None
         self._open, self._notes_logged = False, 0
