@@ -254,10 +254,6 @@ class Strategy:
         """
         return contextlib.nullcontext()
 
-    def give_up(self, program: Program, reason: str) -> None:
-        """Run in eager from now on, but for regions and captured steps, which are given up apart."""
-        self.end(program)
-
     def end(self, program: Program) -> None:
-        """Training is over, finished or broken: keep what is worth keeping and undo what must not outlive the run. May
-        be called twice. Optimizers get their own steps back in any case."""
+        """Training is over, finished or broken, or all runs eager from now on: keep what is worth keeping and undo what
+        must not outlive the run. May be called twice. Optimizers get their own steps back in any case."""

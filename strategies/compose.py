@@ -111,7 +111,7 @@ def give_up_others(program: Program, reason: str) -> list[str]:
     """Let all that is compiled beside regions and captured steps run eager from now on; returns whose it was."""
     given_up = program.compiled_beside_regions
     for strategy in given_up:
-        strategy.give_up(program, reason)
+        strategy.end(program)
         program.eager_parts[strategy.name] = reason
     _restore_steps(program)
     return [strategy.name for strategy in given_up]

@@ -165,10 +165,13 @@ class Checkpointing(Strategy):
                 "compile.checkpointing.blocks=[path,...]"
             )
         for path in chosen:
-            try:
-                recompute(program.module.get_submodule(path))
-            except ValueError as error:
-                raise ValueError(f"compile.checkpointing: {path}: {error}") from error
+            block = program.module.get_submodule(path)
+            if "forward" in vars(block):
+                raise ValueError(
+                    f"compile.checkpointing: {path}: the forward of this {type(block).__name__} has been replaced on "
+                    "the object itself"
+                )
+            recompute(block)
         program.report[self.name] = {"blocks": sum(map(len, found)), "computed_again": len(chosen), "paths": chosen}
         program.kept[self.name] = [program.module.get_submodule(path) for path in chosen]
 

@@ -300,9 +300,7 @@ _FORWARDS: weakref.WeakKeyDictionary[type[nn.Module], types.FunctionType] = weak
 
 
 def recompute(module: nn.Module) -> None:
-    """Let ``module`` compute its activations again in the backward. Raises ValueError where its forward is patched."""
-    if "forward" in vars(module):
-        raise ValueError(f"the forward of this {type(module).__name__} has been replaced on the object itself")
+    """Let ``module`` compute its activations again in the backward."""
     # A bound method of this object, as the class's own forward is: copies of the module then have their own, too.
     module.forward = recomputing(module)
 

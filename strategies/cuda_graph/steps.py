@@ -82,9 +82,8 @@ class StepCapture:
             return
         if self._of is not None:
             self._graphs.forget()
-        if self._optimizer is not None:
-            self._optimizer.release()
-        self._of, self._optimizer = optimizer, None
+        self._release_optimizer()
+        self._of = optimizer
         try:
             if self._loop.scaler is not None:
                 raise CannotCapture("a gradient scaler decides on the host whether to step")
@@ -99,11 +98,14 @@ class StepCapture:
 
     def release(self) -> None:
         self._give_back()
+        self._release_optimizer()
+        if self._gradients:
+            self._module.zero_grad(set_to_none=True)
+
+    def _release_optimizer(self) -> None:
         if self._optimizer is not None:
             self._optimizer.release()
             self._optimizer = None
-        if self._gradients:
-            self._module.zero_grad(set_to_none=True)
 
     def run(self, micro: MicroBatch) -> dict[str, Any]:
         """Run one micro-batch; returns what ``MicroBatch.run`` does."""
@@ -252,9 +254,7 @@ class StepCapture:
 
     def _leave_optimizer_out(self, reason: str) -> None:
         self._graphs.refuse(f"the optimizer runs after each graph: {reason}")
-        if self._optimizer is not None:
-            self._optimizer.release()
-            self._optimizer = None
+        self._release_optimizer()
         if self._unreduced is not None:
             self._stop("under fsdp2 accumulated gradients are captured with the optimizer alone")
 
