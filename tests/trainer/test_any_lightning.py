@@ -55,6 +55,18 @@ def test_eager_is_measured_by_the_same_callback(tmp_path: Path) -> None:
     assert (compile_.record.label, compile_.record.steady_steps, compile_.record.graphs) == ("eager", 5, None)
 
 
+def test_a_loss_may_be_a_row_of_one_number(tmp_path: Path) -> None:
+    class Row(Blocks):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx).reshape(1, 1)
+
+    eager = fit(Row(), tmp_path, [])
+    for strategies in ([], [Regional(backend="aot_eager")]):
+        compile_ = Compile(strategies, warmup_steps=1)
+        assert fit(Row(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+        assert compile_.record.final_loss == pytest.approx(sum(eager[-2:]) / 2)
+
+
 def test_figures_of_batches_that_nobody_counts_are_none(tmp_path: Path) -> None:
     compile_ = Compile(warmup_steps=1)
     fit(Blocks(), tmp_path, [compile_])

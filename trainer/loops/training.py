@@ -346,11 +346,12 @@ class CompiledTraining:
             self._guards.before_batch(batch)
 
     def batch_ends(self, loss: Any, batch: Any) -> None:
-        """``batch`` is through; ``loss`` is a detached scalar, divided by the micro-batches of a step, or None. After
-        the first optimizer step, verify the compile."""
+        """``batch`` is through; ``loss`` is a detached number in any shape, divided by the micro-batches of a step, or
+        what says nothing. After the first optimizer step, verify the compile."""
         if self._capture is not None and not self._capture.settled:
             self.telemetry.disturb()
-        stepped = self.telemetry.batch_end(loss if isinstance(loss, torch.Tensor) else None, batch)
+        number = isinstance(loss, torch.Tensor) and loss.numel() == 1
+        stepped = self.telemetry.batch_end(loss.reshape(()) if number else None, batch)
         if self._takeover is not None and not self._takeover.over:
             self._takeover.after_batch(stepped=stepped)
         if self._guards is not None:
