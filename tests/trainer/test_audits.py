@@ -174,3 +174,21 @@ def test_a_difference_that_is_gone_when_the_step_is_repeated_ends_nothing(tmp_pa
     assert error is None
     assert record.audits.verdict == "clean"
     assert record.audits.unrepeated_steps == [4, 8]
+
+
+def test_what_a_step_keeps_only_if_it_wants_gradients_is_no_difference(tmp_path: Path) -> None:
+    class Queue(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(8))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if (features_BD := self.stem(batch[0])).requires_grad:
+                self.queue = self.queue.lerp(features_BD.detach().mean(0), 0.5)
+            return super().training_step(batch, batch_idx) + (features_BD @ self.queue).mean()
+
+    losses, record, error = audited(Queue(), tmp_path, regional())
+    assert error is None
+    assert losses == fit(Queue(), tmp_path, [], **LONG)
+    audits = record.audits
+    assert (audits.verdict, audits.last_clean_step, set(audits.unrepeated_steps)) == ("clean", 8, {1})

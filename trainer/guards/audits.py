@@ -87,6 +87,8 @@ class Audits:
         self._unit = rounding_unit(program.precision, loop.device, loop.module)
         self._noise: list[Distances] = []
         """How far eager was from itself, a rounding off, when that was last looked into."""
+        self._gradients = False
+        """Whether eager's forward is run with what gradients need, as it is once a difference was looked into."""
         self._undo = contextlib.ExitStack()
         self._checkpoints: dict[str, int] = {}
         """Those that the training writes, and the one that it was resumed from, with their steps."""
@@ -202,7 +204,7 @@ class Audits:
             self.facts.not_compared.setdefault("update", "no step of the optimizer was seen under the gradient scaler")
 
     def _eager_forward(self, arguments: Mapping[str, Any]) -> EagerSeen:
-        return eager_forward(self._loop, self._program, arguments, self._sample)
+        return eager_forward(self._loop, self._program, arguments, self._sample, gradients=self._gradients)
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
@@ -261,6 +263,8 @@ class Audits:
     def _repeated(self, pair: Pair, micro_batch: MicroBatch) -> dict[str, AuditDifference]:
         """The differences within tolerances of this very batch; those that do not show again are left out."""
         loop, unit = self._loop, self._unit
+        # A queue of features that are kept only if they want gradients; several processes would wait for a backward.
+        self._gradients = loop.world_size == 1
         try:
             after: Snapshot | None = Snapshot(loop, micro_batch.batch, self._program)
         except torch.OutOfMemoryError:

@@ -86,10 +86,10 @@ class EagerSeen:
 
 
 def eager_forward(
-    loop: Loop, program: Program, arguments: Mapping[str, Any], sample: Sequence[nn.Parameter]
+    loop: Loop, program: Program, arguments: Mapping[str, Any], sample: Sequence[nn.Parameter], *, gradients: bool
 ) -> EagerSeen:
-    """Run ``training_step`` under eager, without gradients, where the training step itself is about to run, and put
-    everything back. Raises what ``training_step`` raises, alike on all processes."""
+    """Run ``training_step`` under eager where the training step itself is about to run, with what ``gradients`` need or
+    without, and put everything back. Raises what ``training_step`` raises, alike on all processes."""
     before = Snapshot(loop, arguments["batch"], of_forward=True)
     if (lost := before.lost) is not None:
         raise RuntimeError(lost)
@@ -97,7 +97,7 @@ def eager_forward(
     seen: EagerSeen | None = None
     error: Exception | None = None
     try:
-        with eager(program), region_draws(program) as drawn, loop.quiet(), torch.no_grad():
+        with eager(program), region_draws(program) as drawn, loop.quiet(), torch.set_grad_enabled(gradients):
             loss = loop.forward_loss(arguments)
             seen = EagerSeen(
                 left=left_by_forward(loss, loop.module),
