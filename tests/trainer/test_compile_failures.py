@@ -12,6 +12,7 @@ from torch import Tensor
 from strategies import STRATEGIES, Regional, Whole
 from strategies.errors import one_line
 from tests.strategies import backends
+from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import MODULE_STRATEGIES, train
 from trainer.callback import Compile, CompiledNothing
@@ -158,6 +159,19 @@ def test_a_graph_break_under_fullgraph_is_one_line_with_its_place(parity: str, t
     assert "test_compile_failures.py" in line
     assert "forward" in line
     assert "\n" not in line
+
+
+def test_compiled_code_that_fails_as_it_runs_is_named_with_its_way_out(tmp_path: Path) -> None:
+    def fails(_: Any) -> Any:
+        raise RuntimeError("view size is not compatible")
+
+    with guarded.backend("tests_fails_as_it_runs", guarded.as_it_is, fails) as name:
+        with pytest.raises(RuntimeError, match="view size") as caught:
+            fit(Blocks(), tmp_path, [Compile([Regional(backend=name)])])
+        assert "on_compile_error=eager" in caught.value.__notes__[0]
+        compile_ = Compile([Regional(backend=name)], on_compile_error="eager")
+        with pytest.warns(UserWarning, match="view size"):
+            assert fit(Blocks(), tmp_path, [compile_]) == fit(Blocks(), tmp_path, [])
 
 
 def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ class Rollback:
                     if broken := self._kinds_that_fail(run, restore):
                         named = _listed([region.path for region in broken])
                         raise CompileFailed(f"{named}: {one_line(error)}") from error
+                elif fails and not hopeless and error is not None and self._loop.world_size == 1:
+                    self._ask_eager(error, run, restore)
                 _explain(error)
                 raise _together(error or CompileFailed(f"{what} failed on another process"))
             restore()
@@ -98,6 +100,14 @@ class Rollback:
                 raise _together(users_own or error or CompileFailed(f"{what} failed on another process"))
             self._roll_back_what_fails(what, run, restore, error)
             restore()
+
+    def _ask_eager(self, error: Exception, run: Callable[[], Any], restore: Callable[[], None]) -> None:
+        """Say in an error of compiled code that ran, which is not the compiler's own, that eager has none."""
+        if not is_compile_error(error):
+            restore()
+            with eager(self._program):
+                if self._tried(run) is None:
+                    error.add_note("eager takes this step: on_compile_error=eager runs eager what fails compiled")
 
     def together(self, run: Callable[[], Any]) -> None:
         """Do ``run``; where it fails on one process it fails on all, so that none begins the next step alone."""
