@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 1024
 """Loader processes of a device: more would take a machine's memory before anything fails."""
-INITIALISE = ("auto", "host")
 PAD, BEGIN, END = 0, 1, 2
 """Ids of the special tokens."""
 SPECIAL_TOKENS = ["<pad>", "<begin>", "<end>"]
@@ -112,6 +111,8 @@ class TrainedTask(Task):
     backward costs twice forward."""
     accuracy: ClassVar[str] = "val/accuracy"
     """Key of the share of targets that were predicted right."""
+    inputs: ClassVar[tuple[str, ...]] = ("inputs", "targets")
+    """What of a batch the network takes in training, in its order."""
     blocks: ClassVar[tuple[str, ...]] = ("net.blocks",)
     parts: ClassVar[tuple[str, ...]] = ("net.tail",)
     """As in ``Declaration``."""
@@ -131,14 +132,9 @@ class TrainedTask(Task):
         require_fields("task", self, weight_decay=0, warmup_steps=0)
         if math.isinf(self.weight_decay):
             raise ValueError(f"task.weight_decay={self.weight_decay} must be finite")
-        require_choice("task.initialise", self.initialise, INITIALISE)
+        require_choice("task.initialise", self.initialise, ("auto", "host"))
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0 and finite")
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """What of a batch the network takes in training, in its order."""
-        return ("inputs", "targets")
 
     @property
     def counted_on(self) -> str:
@@ -239,9 +235,12 @@ def require_choice(path: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{path}={value!r} is not one of {choices}")
 
 
-def require_multiple(path: str, value: int, divisor_path: str, divisor: int) -> None:
-    if value % divisor:
-        raise ValueError(f"{path}={value} must be a multiple of {divisor_path}={divisor}")
+def require_multiple(path: str, config: object, **divisors: str) -> None:
+    """Raise ValueError unless each field of ``config``, an option under ``path``, is a multiple of another one."""
+    for name, its_divisor in divisors.items():
+        value, divisor = getattr(config, name), getattr(config, its_divisor)
+        if value % divisor:
+            raise ValueError(f"{path}.{name}={value} must be a multiple of {path}.{its_divisor}={divisor}")
 
 
 def suggest(given: str, known: Iterable[str]) -> str:

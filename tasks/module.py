@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import lightning as L
 import torch
@@ -111,7 +111,6 @@ class ScoredModule(L.LightningModule):
         loss_sum, correct, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
         self.log("val/loss", (loss_sum / count).float(), sync_dist=True)
         self.log(self._task.accuracy, (correct / count).float(), sync_dist=True)
-        self._sums = None
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW over what is trainable, fused where it can be; biases and norms (tensors of fewer than two dimensions)
@@ -236,17 +235,21 @@ def class_scores(
 class ScoringTail(nn.Module):
     """Norm, head and loss: one region, so that a compiler may fuse the loss into the head."""
 
+    cross_entropy: ClassVar[Callable[..., Tensor]] = staticmethod(F.cross_entropy)
+
     def __init__(self, norm: nn.Module, head: nn.Linear, *, ignored: int = IGNORED) -> None:
         """``ignored``: the target that is none."""
         super().__init__()
         self.norm, self.head, self.ignored = norm, head, ignored
 
-    def forward(self, x_D: Tensor, targets: Tensor | None) -> Tensor | Scores:
+    def forward(self, x_D: Tensor, targets: Tensor | None = None) -> Tensor | Scores:
         """Logits [..., K] of features [..., D]; with int64 targets [...], their ``Scores``."""
         logits_K: Tensor = self.head(self.norm(x_D))
         if targets is None:
             return logits_K
-        return class_scores(logits_K, targets, training=self.training, ignored=self.ignored)
+        return class_scores(
+            logits_K, targets, training=self.training, ignored=self.ignored, cross_entropy=self.cross_entropy
+        )
 
 
 def attend(
@@ -311,17 +314,25 @@ def mlp(width: int, activation: nn.Module) -> nn.Sequential:
 
 
 def draw_weights(
-    net: nn.Module, std: float, *, positions: Sequence[Tensor] = (), branch_ends: Sequence[nn.Module] = ()
+    net: nn.Module,
+    width: int,
+    original: int,
+    *,
+    positions: Sequence[Tensor] = (),
+    branch_ends: Sequence[nn.Module] = (),
 ) -> None:
     """Draw linear and embedding weights from a normal distribution, in the order of the module tree; biases become 0.
 
     Args:
         net: What is drawn, in place.
-        std: Standard deviation.
+        width: Its features. The standard deviation is 0.02 at the width of the original, and kept in proportion for
+            other widths, which learn slowly otherwise.
+        original: Width of the published network.
         positions: Parameters drawn after them, alike.
         branch_ends: Last layers of all branches that add to the residual stream, drawn once more: scaled so that its
             variance does not grow with depth (Radford et al. 2019, section 2.3).
     """
+    std = 0.02 * math.sqrt(original / width)
     for module in net.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)

@@ -33,7 +33,6 @@ class CaptionBatch(NamedTuple):
 
     @staticmethod
     def host_only() -> tuple[str, ...]:
-        """Fields that no training step reads: CUDA graphs need not be captured for each of their values."""
         return ("useful_tokens",)
 
 

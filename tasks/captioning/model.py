@@ -11,7 +11,6 @@ E image width, S text positions, D text width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +33,6 @@ class CaptionNet(nn.Module):
     """
 
     def __init__(self, size: CaptionerSize) -> None:
-        """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
         self.encoder = ImageEncoder(size)
         self.decoder = TextDecoder(size)
@@ -141,8 +139,7 @@ class TextDecoder(nn.Module):
         ends = [
             end for block in blocks for end in (block.self_attention.output, block.cross_attention.output, block.mlp[2])
         ]
-        # GPT-2's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
-        draw_weights(self, 0.02 * math.sqrt(768 / width), positions=[self.embed.position], branch_ends=ends)
+        draw_weights(self, width, 768, positions=[self.embed.position], branch_ends=ends)
 
     def forward(self, tokens_BS: Tensor, image_BNE: Tensor) -> Tensor:
         """Decode token ids [B, S] given image tokens [B, N, E]; returns hidden states [B, S, D]."""

@@ -128,11 +128,6 @@ class Coco(CaptionData):
     root: str = ""
     """The folder."""
 
-    def __post_init__(self) -> None:
-        CaptionData.__post_init__(self)
-        if not self.root:
-            raise ValueError("task.data.root='' must name a folder")
-
     def split(self, name: str, *, seed: int, image_size: int) -> Examples:
         file = max(Path(self.root, "annotations").glob(f"captions_{name}*.json"), default=None)
         if file is None:
@@ -199,12 +194,8 @@ class CaptionerSize:
         require_fields("task.size", self, encoder_layers=1, encoder_width=1, encoder_heads=1)
         require_fields("task.size", self, decoder_layers=1, decoder_width=1, decoder_heads=1)
         require_share("task.size.dropout", self.dropout)
-        for value, divisor in (
-            ("image_size", "patch_size"),
-            ("encoder_width", "encoder_heads"),
-            ("decoder_width", "decoder_heads"),
-        ):
-            require_multiple(f"task.size.{value}", getattr(self, value), f"task.size.{divisor}", getattr(self, divisor))
+        require_multiple("task.size", self, image_size="patch_size", encoder_width="encoder_heads")
+        require_multiple("task.size", self, decoder_width="decoder_heads")
 
 
 @dataclass(kw_only=True, slots=True)

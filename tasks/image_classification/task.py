@@ -6,6 +6,7 @@ Labelled images are drawn shapes, or a folder of images.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -75,11 +76,6 @@ class ImageFolder(LabelledData):
     root: str = ""
     """The folder."""
 
-    def __post_init__(self) -> None:
-        LabelledData.__post_init__(self)
-        if not self.root:
-            raise ValueError("task.data.root='' must name a folder of images")
-
     def class_count(self) -> int:
         from torchvision.datasets.folder import find_classes
 
@@ -98,9 +94,9 @@ class ImageFolder(LabelledData):
 
     def _listed(self, read: Callable[[str], Any], split: str) -> Any:
         try:
-            return read(f"{self.root}/{split}")
+            return read(os.path.join(self.root, split))
         except OSError as error:
-            raise ValueError(f"task.data.root: {str(error).strip().partition(chr(10))[0]}") from None
+            raise ValueError(f"task.data.root={self.root!r}: {str(error).strip().partition(chr(10))[0]}") from None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -188,15 +188,13 @@ class TextDataModule(ResumableDataModule):
     val_set: TextDataset
 
     def open(self) -> None:
-        task, data = self.task, self.task.data
-        train, val = data.documents()
+        task = self.task
+        train, val = task.data.documents()
         self.tokenizer = load_tokenizer(train, vocabulary_size=task.network.vocabulary_size - task.network.reserved)
         self.train_set, self.val_set = (TextDataset(texts, self.tokenizer, task) for texts in (train, val))
         for option, rows in (("max_tokens", self.train_set), ("val_share", self.val_set)):
             if not len(rows):
-                raise ValueError(
-                    f"{data.place()} holds too little text for a row of {task.longest()} (task.data.{option})"
-                )
+                raise ValueError(f"task.data.{option}: too little text for a row of {task.longest()}")
         self.collate = self.collation()
 
     def collation(self) -> Callable[[list[Any]], Any]:

@@ -14,7 +14,6 @@ G key and value heads, K head width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tasks.base import PAD
 from tasks.language.packing import attend_packed
-from tasks.module import Scores, TextEmbedding, attend, class_scores, draw_weights, mlp
+from tasks.module import Scores, ScoringTail, TextEmbedding, attend, class_scores, draw_weights, mlp
 
 if TYPE_CHECKING:
     from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
@@ -46,27 +45,21 @@ def float32_cross_entropy(
     return F.nll_loss(log_probabilities_TV, targets_T, ignore_index=ignore_index, reduction=reduction)
 
 
-class NextTokenTail(nn.Module):
-    """Final norm, head and loss: one region, so that a compiler may fuse the loss into the head."""
+class NextTokenTail(ScoringTail):
+    """Final norm, head and loss, in pieces where the logits of all positions take too much memory."""
+
+    cross_entropy = staticmethod(float32_cross_entropy)
 
     def __init__(self, norm: nn.Module, head: nn.Linear, *, loss_chunks: int = 1) -> None:
         """``loss_chunks``: pieces of the positions whose logits are there at once in training; those of more than one
         are computed again in backward."""
-        super().__init__()
-        self.norm = norm
-        self.head = head
+        super().__init__(norm, head, ignored=PAD)
         self.loss_chunks = loss_chunks
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
-        """Map hidden states to the scores of ``targets_BS``; without targets to logits [B, S, V]."""
-        if targets_BS is None:
-            return self.head(self.norm(x_BSD))
+        if targets_BS is None or self.loss_chunks == 1 or not self.training:
+            return super().forward(x_BSD, targets_BS)
         x_TD, targets_T = x_BSD.flatten(0, 1), targets_BS.flatten()
-        if self.loss_chunks == 1 or not self.training:
-            logits_TV = self.head(self.norm(x_TD))
-            return class_scores(
-                logits_TV, targets_T, training=self.training, ignored=PAD, cross_entropy=float32_cross_entropy
-            )
         pieces = zip(x_TD.chunk(self.loss_chunks), targets_T.chunk(self.loss_chunks), strict=True)
         # Nothing in a piece draws random numbers.
         sums = [
@@ -115,7 +108,6 @@ class Gpt2(nn.Module):
     """Predict the next token of a text. ``forward`` holds the whole training computation, loss included."""
 
     def __init__(self, network: Gpt2Network, *, loss_chunks: int = 1) -> None:
-        """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
         width, dropout = network.width, network.dropout
         self.embed = TextEmbedding(network.vocabulary_size, network.max_tokens, width, dropout)
@@ -125,8 +117,7 @@ class Gpt2(nn.Module):
         head.weight = self.embed.token.weight
         self.tail = NextTokenTail(nn.LayerNorm(width), head, loss_chunks=loss_chunks)
         ends = [end for block in blocks for end in (block.attention.output, block.mlp[2])]
-        # The original's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
-        draw_weights(self, 0.02 * math.sqrt(768 / width), positions=[self.embed.position], branch_ends=ends)
+        draw_weights(self, width, 768, positions=[self.embed.position], branch_ends=ends)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
         """Score int64 targets [B, S] after int64 tokens [B, S], padding 0; without targets, return logits [B, S, V]."""
@@ -227,7 +218,6 @@ class Llama(nn.Module):
     """Predict the next token of a text. ``forward`` holds the whole training computation, loss included."""
 
     def __init__(self, network: LlamaNetwork, *, loss_chunks: int = 1) -> None:
-        """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
         width = network.width
         self.embed = nn.Embedding(network.vocabulary_size, width)
@@ -240,8 +230,7 @@ class Llama(nn.Module):
             loss_chunks=loss_chunks,
         )
         ends = [end for block in blocks for end in (block.attention.output, block.mlp.down)]
-        # 0.02 at the 4096 of LLaMA-7B, kept in proportion for other widths, which learn slowly otherwise.
-        draw_weights(self, 0.02 * math.sqrt(4096 / width), branch_ends=ends)
+        draw_weights(self, width, 4096, branch_ends=ends)  # LLaMA-7B's
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor | Scores:
         """Score int64 targets [B, S] after int64 tokens [B, S], padding 0; without targets, return logits [B, S, V]."""
@@ -272,17 +261,17 @@ class BertEmbedding(TextEmbedding):
 class BertBlock(nn.Module):
     """Self-attention and an MLP, each with a residual and a norm after it."""
 
-    def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float, longest: int) -> None:
-        """``longest``: most positions of a sequence."""
+    def __init__(self, network: BertNetwork) -> None:
         super().__init__()
-        self.heads, self.longest = heads, longest
-        self.attention_dropout = attention_dropout
+        width = network.width
+        self.heads, self.longest = network.heads, network.max_tokens
+        self.attention_dropout = network.dropped_attention
         self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=NORM_EPSILON)
         self.mlp = mlp(width, nn.GELU())
         self.mlp_norm = nn.LayerNorm(width, eps=NORM_EPSILON)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(network.dropout)
 
     def forward(self, x_BSD: Tensor, mask_B11S: Tensor | None, offsets_N: Tensor | None = None) -> Tensor:
         """Map [B, S, D] to [B, S, D]; positions attend to where the boolean mask is true, or to all; of one row with
@@ -325,16 +314,12 @@ class Bert(nn.Module):
     """
 
     def __init__(self, network: BertNetwork) -> None:
-        """Build the network; initial weights are drawn from torch's global generator."""
         super().__init__()
-        width, dropout = network.width, network.dropout
-        self.embed = BertEmbedding(network.vocabulary_size, network.max_tokens, width, dropout)
-        sizes = (width, network.heads, dropout, network.dropped_attention, network.max_tokens)
-        self.blocks = nn.ModuleList(BertBlock(*sizes) for _ in range(network.layers))
+        width = network.width
+        self.embed = BertEmbedding(network.vocabulary_size, network.max_tokens, width, network.dropout)
+        self.blocks = nn.ModuleList(BertBlock(network) for _ in range(network.layers))
         self.tail = BertTail(width, self.embed.token.weight)
-        # The original's 0.02 at its width of 768, kept in proportion for other widths, which learn slowly otherwise.
-        positions = [self.embed.position, self.embed.token_type]
-        draw_weights(self, 0.02 * math.sqrt(768 / width), positions=positions)
+        draw_weights(self, width, 768, positions=[self.embed.position, self.embed.token_type])
 
     def forward(
         self,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
@@ -123,14 +124,11 @@ class PackedDataModule(MaskedDataModule):
         super().__init__(task, seed=seed)
         self.batch_size = 1  # a row
 
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        if self.trainer is not None:
-            warn_without_kernel(self.trainer.strategy.root_device, str(self.trainer.precision), self.task.network)
-
     def collation(self) -> Callable[[list[Any]], Any]:
         """Fit the row: positions of ``task.data.batch_size`` documents of mean length, and at most twice as many
         documents. Raises ValueError where ranks get no row."""
+        if isinstance(self.trainer, L.Trainer):
+            warn_without_kernel(self.trainer.strategy.root_device, str(self.trainer.precision), self.task.network)
         data, lengths, longest = self.task.data, self.train_set.lengths, self.train_set.positions
         positions = -(-max(int(lengths.mean() * data.batch_size), longest) // MULTIPLE) * MULTIPLE
         replicas, total = self._replicas()[0], int(lengths.sum())

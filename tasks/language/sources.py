@@ -57,10 +57,6 @@ class TextData(Loading):
         """All documents. Raises ValueError, naming the file, for a source that cannot be used."""
         raise NotImplementedError
 
-    def place(self) -> str:
-        """Where the documents come from, for messages."""
-        raise NotImplementedError
-
     def documents(self) -> tuple[list[str], list[str]]:
         """Training and validation documents, one text each, the same ones in every run; blank ones are left out.
 
@@ -75,7 +71,7 @@ class TextData(Loading):
             held = held_out([name for name, _ in named], share=self.val_share)
             train, val = ([text for name, text in named if (name in held) is out] for out in (False, True))
         if not any(train) or not any(val):
-            raise ValueError(f"{self.place()} holds too little text to train on and to validate")
+            raise ValueError("task.data holds too little text to train on and to validate")
         return train, val
 
 
@@ -110,9 +106,6 @@ class TextFiles(TextData):
         TextData.__post_init__(self)
         if not self.path:
             raise ValueError("task.data.path='' must name a text file or a folder")
-
-    def place(self) -> str:
-        return self.path
 
     def read(self) -> Named:
         """Documents, named by their path below the folder."""
@@ -151,9 +144,6 @@ class Stdlib(TextData):
 
     A document is a top-level function or class; the code before a file's first one is a document too.
     """
-
-    def place(self) -> str:
-        return "Python's standard library"
 
     def read(self) -> Named:
         """Documents, file by file in the order of a hash of their paths, so that a few are a fair sample."""

@@ -49,7 +49,7 @@ class Dimensions:
 
     def __post_init__(self) -> None:
         require_fields("task.network", self, layers=1, width=1, heads=1, vocabulary_size=259, max_tokens=3)
-        require_multiple("task.network.width", self.width, "task.network.heads", self.heads)
+        require_multiple("task.network", self, width="heads")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,10 +83,13 @@ class LlamaNetwork(LanguageNetwork):
     """Wavelength of the slowest rotary position; 500000 from Llama 3 on."""
 
     def __post_init__(self) -> None:
-        require_fields("task.network", self, heads=1, key_value_heads=1, hidden_width=1, rotary_base=1)
-        require_multiple("task.network.width", self.width, "2 x task.network.heads", 2 * self.heads)
-        require_multiple("task.network.heads", self.heads, "task.network.key_value_heads", self.key_value_heads)
         Dimensions.__post_init__(self)
+        require_fields("task.network", self, key_value_heads=1, hidden_width=1, rotary_base=1)
+        require_multiple("task.network", self, heads="key_value_heads")
+        if self.width // self.heads % 2:
+            raise ValueError(
+                f"task.network.width={self.width} must be an even multiple of task.network.heads={self.heads}"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -209,11 +212,7 @@ class MaskedLM(TextTask):
     extra: ClassVar[int] = 0
     inputs: ClassVar[tuple[str, ...]] = ("tokens", "mask", "targets", "positions", "offsets")
     parts: ClassVar[tuple[str, ...]] = ("net.embed", "net.tail")
-    ragged_fields: ClassVar[Ragged] = (
-        ("tokens", 1, PAD, 0),
-        ("targets", 1, IGNORED, 0),
-        ("mask", 1, False, 0),
-    )
+    ragged_fields: ClassVar[Ragged] = (("tokens", 1, PAD, 0), ("targets", 1, IGNORED, 0), ("mask", 1, False, 0))
 
     network: BertNetwork = field(default_factory=BertNetwork)
     """Dimensions of the network."""
@@ -222,22 +221,17 @@ class MaskedLM(TextTask):
 
     def __post_init__(self) -> None:
         TextTask.__post_init__(self)
-        if self.is_packed and self.network.dropped_attention:
+        if self.data.packing == "packed_documents" and self.network.dropped_attention:
             raise ValueError(
                 f"task.network.attention_dropout={self.network.dropped_attention} must be 0 with task.data.packing="
                 "packed_documents: torch's variable-length attention drops no weights"
             )
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether a batch is one row of whole documents."""
-        return self.data.packing == "packed_documents"
-
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         from tasks.language.data import MaskedDataModule
         from tasks.language.packing import PackedDataModule
 
-        return (PackedDataModule if self.is_packed else MaskedDataModule)(self, seed=seed)
+        return (PackedDataModule if self.data.packing == "packed_documents" else MaskedDataModule)(self, seed=seed)
 
     def build_net(self) -> nn.Module:
         from tasks.language.model import Bert

@@ -45,7 +45,6 @@ class GeneratedBatch(NamedTuple):
 
     @staticmethod
     def host_only() -> tuple[str, ...]:
-        """Fields that no training step reads: CUDA graphs need not be captured for each of their values."""
         return ("useful_tokens",)
 
 
@@ -68,8 +67,7 @@ class GeneratedTensors(ResumableDataModule):
         patterns = class_patterns(shape, classes=CLASSES, seed=self.seed)
         keys = [f"{self.seed}/{split}/{index}" for split, count in counts.items() for index in range(count)]
         inputs, targets = noisy_examples(patterns, shape, keys=keys)
-        self._images = len(shape) == 3
-        if self._images:
+        if len(shape) == 3:
             # Rows of channels, so that a batch of images is channels_last, the layout of fast convolutions.
             inputs = inputs.permute(0, 2, 3, 1).contiguous()
         self._inputs, self._targets = inputs, targets
@@ -97,7 +95,7 @@ class GeneratedTensors(ResumableDataModule):
             self._pools[device] = inputs, self._targets.to(device)
         numbers = batch.inputs.to(device, non_blocking=True)
         inputs, targets = (pool.index_select(0, numbers) for pool in self._pools[device])
-        if self._images:
+        if inputs.ndim == 4:
             inputs = inputs.permute(0, 3, 1, 2)
         return batch._replace(inputs=inputs, targets=targets)
 

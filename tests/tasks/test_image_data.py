@@ -124,6 +124,7 @@ def test_a_folder_that_cannot_be_used_is_named(
             write_image(name)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         load(ImageFolder(root=str(tmp_path), batch_size=1))
+    assert str(caught.value).startswith(("task.data.root='/", f"{tmp_path}: "))
     assert "\n" not in str(caught.value)
 
 
@@ -138,7 +139,6 @@ def test_a_class_beyond_the_networks_is_named_not_trained_on(tmp_path: Path, wri
     [
         (LabelledShapes, {"distinct": 0}, "task.data.distinct=0 must be at least 1"),
         (LabelledShapes, {"val_images": 0}, "task.data.val_images=0 must be at least 1"),
-        (ImageFolder, {}, "task.data.root='' must name a folder of images"),
         (ImageClassification, {"image_size": 0}, "task.image_size=0 must be at least 1"),
     ],
 )

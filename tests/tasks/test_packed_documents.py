@@ -250,8 +250,11 @@ def test_operations_are_those_that_torch_counts_for_each_sequence_alone() -> Non
     assert task.training_flops(batch) == counter.get_total_flops()
 
 
-def test_ranks_without_a_row_are_refused() -> None:
-    data = task_of(batch_size=512).build_data(seed=0)
+def test_ranks_without_lightnings_trainer_share_rows_and_are_refused_without_one() -> None:
+    small, data = (task_of(batch_size=size).build_data(seed=0) for size in (4, 512))
+    small.trainer = SimpleNamespace(world_size=2, global_rank=1)
+    small.setup("fit")
+    assert 2 * len(small.train_dataloader()) <= sum(small.train_set.lengths) // 128
     data.trainer = SimpleNamespace(world_size=8, global_rank=0)
     with pytest.raises(ValueError, match=r"a row of \d+ positions on each of 8 devices is more than the .* tokens"):
         data.setup("fit")
