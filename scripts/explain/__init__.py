@@ -17,8 +17,7 @@ from trainer.telemetry.record import Event
 SCHEMA = 8
 """Raised when the name or the meaning of a field changes."""
 BATCHES = 20
-"""What is trained on unless more are asked for: most shapes come early, and code that compiles anew at each step takes
-its time."""
+"""Trained on unless more are asked for: most shapes come early, and code that compiles at each step takes its time."""
 BARE = {
     "generic_jump": "which branch the code takes depends on the value of a tensor: torch.where, or torch.cond",
     "step_unsupported": "a function that is called here breaks, so that the graph around the call ends too",
@@ -43,8 +42,7 @@ class Finding:
     count: int = 1
     """How often it was traced."""
     expected: bool = False
-    """Whether every run has it: graphs of validation, of copies that have other sizes, and of shapes that a strategy
-    compiles beforehand."""
+    """Whether every run has it: graphs of validation, of copies of other sizes, of shapes compiled beforehand."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,8 +79,7 @@ class Explanation:
 
 
 def findings(events: Iterable[Event], kind: str) -> list[Finding]:
-    """Events of one ``kind``, those of one line together: a break in an inlined function is met again in the function
-    itself."""
+    """Events of one ``kind``, those of one line together: a break in an inlined function is met again in itself."""
     kept: dict[tuple[str, bool], Finding] = {}
     for event in events:
         if event.kind != kind:

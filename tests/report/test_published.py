@@ -65,7 +65,7 @@ def test_the_tables_of_docs_results_are_those_of_their_records() -> None:
 
 
 def test_the_first_pages_show_only_pictures_that_are_drawn_from_records() -> None:
-    drawn = {f"{file.stem}-{one.name}.png" for file in published.RECORDS.glob("*.jsonl") for one in PICTURES}
+    drawn = {f"{file.stem}-{kind}.png" for file in published.RECORDS.glob("*.jsonl") for kind in PICTURES}
     for page in (ROOT / "README.md", ROOT / "docs" / "results" / "README.md"):
         shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
         assert {Path(one).name for one in shown} <= drawn

@@ -98,7 +98,7 @@ def test_every_arm_and_every_figure_is_there_with_its_command(html: str) -> None
     page = Page(html)
     for arm in ("eager", "regional", "whole (mode=reduce-overhead)", "regional+buckets+cuda_graph", "buckets"):
         assert arm in page.text
-    names = [f"w{place}-{picture.name}" for place in (1, 2) for picture in PICTURES if picture.name != "losses"]
+    names = [f"w{place}-{name}" for place in (1, 2) for name in PICTURES if name != "losses"]
     assert page.figures() == names
     assert len([found for tag, found in page.tags if tag == "img" and found.get("alt")]) == len(names)
     assert "python -m trainer task=captioning task.data.batch_size=32" in html

@@ -20,7 +20,7 @@ from trainer.telemetry.hardware import (
     measured_teraflops,
     optimizer_gigabytes,
     peak_bytes,
-    reset_peaks,
+    resume,
 )
 from trainer.telemetry.record import Peak, RunRecord
 
@@ -189,5 +189,5 @@ def test_memory_that_cuda_graphs_keep_is_part_of_the_peak(monkeypatch: pytest.Mo
     allocated.update(now=100, peak=650)
     assert peak_bytes(device) == 700, "a peak is kept"
     assert looked == [1], "the pools are looked at once while the allocator holds as much"
-    reset_peaks(device)
+    resume(device)
     assert peak_bytes(device) == 650

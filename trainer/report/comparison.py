@@ -39,8 +39,7 @@ class Row:
     flags: list[str] = field(default_factory=list)
     """What the reader must know before believing the row."""
     cost: Cost | None = None
-    """What break-even and total times are made of; None when a figure is missing. Its steps are the baseline's over
-    the ratio."""
+    """What break-even and total times are made of, steps by the ratio to the baseline's; None without a figure."""
     fixed_seconds: float | None = None
     """What a run takes beyond its steady steps: imports, setup, warm-up and compiling. Imports and setup are the median
     over all runs of the workload, the same for all arms."""
@@ -62,13 +61,11 @@ class WorkloadComparison:
     rows: list[Row]
     """The baseline first."""
     start: str
-    """``cold`` or ``warm``: the compile caches from which break-even and total times count, those of which more arms
-    were started; cold where as many."""
+    """``cold`` or ``warm``: the caches from which times count, those that more arms began with; cold where as many."""
     unlike: list[str]
     """What should be the same in all runs and is not, a line each: ``torch: 2.11.0 (2 runs), 2.15.0 (3 runs)``."""
     crossings: list[Crossing] = field(default_factory=list)
-    """Which arm needs the least total time from which step on, from step 0. Of the arms that are shown to be faster,
-    and the baseline."""
+    """Which arm, of those shown to be faster and the baseline, needs the least total time from which step on."""
     verdict: str = ""
     """One plain sentence: which arm to use, for how many steps."""
 
@@ -218,8 +215,7 @@ def _set_cost(row: Row, base: Row | None, start: str) -> None:
 def _ratio(row: Row, base: Row, work: float) -> Ratio | None:
     """How many times faster a row's arm is than the baseline, and whether that is shown.
 
-    Tables, pictures, break-even and the sentence of the verdict go by its ``shown`` alone: what withholds a verdict
-    belongs here.
+    Tables, pictures, break-even and the verdict go by its ``shown`` alone: what withholds a verdict belongs here.
     """
     ours, theirs = row.cell.finished, base.cell.finished
     # ``cached`` starts as its store happens to be, and eager beside it cold: then runs pair without their starts.

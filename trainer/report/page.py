@@ -103,15 +103,15 @@ def _card(comparison: WorkloadComparison, place: int) -> str:
 
 def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, str]) -> str:
     figures = ""
-    for picture in PICTURES:
-        if (drawn := picture.draw(comparison, palette)) is None:
+    for name, (draw, caption) in PICTURES.items():
+        if (drawn := draw(comparison, palette)) is None:
             continue
         buffer = io.BytesIO()
         save(drawn, buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
         source = f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        about = _text(f"{picture.name}: {comparison.workload}. The figures are in the tables below.")
-        figures += f'<figure id="w{place + 1}-{picture.name}">\n<img src="{source}" alt="{about}">\n'
-        figures += f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>\n"
+        about = _text(f"{name}: {comparison.workload}. The figures are in the tables below.")
+        figures += f'<figure id="w{place + 1}-{name}">\n<img src="{source}" alt="{about}">\n'
+        figures += f"<figcaption>{escape(caption)}</figcaption>\n</figure>\n"
     records = _records(comparison)
     conditions = [
         tables.conditions_of(records),

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,28 +191,18 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
     return figure
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One question and who draws its answer."""
-
-    name: str
-    """Of its file."""
-    caption: str
-    """How to read it."""
-    draw: Callable[[WorkloadComparison, Palette], Figure | None]
-
-
-PICTURES: tuple[Picture, ...] = (
-    Picture(
-        "crossing",
+Draw = Callable[[WorkloadComparison, Palette], "Figure | None"]
+PICTURES: dict[str, tuple[Draw, str]] = {
+    "crossing": (
+        crossing,
         "Above 1x an arm has made up for its warm-up. Points mark the step from which another arm needs the least "
         "time. Arms of which no difference from the baseline is shown are pale and not chosen.",
-        crossing,
     ),
-    Picture("throughput", "Steady state, after warm-up. Dark lines: slowest to fastest run.", throughput),
-    Picture("progress", "As measured in one run of each arm; waiting, validation and checkpoints included.", progress),
-    Picture("losses", "Means over the steps between two log lines.", losses),
-)
+    "throughput": (throughput, "Steady state, after warm-up. Dark lines: slowest to fastest run."),
+    "progress": (progress, "As measured in one run of each arm; waiting, validation and checkpoints included."),
+    "losses": (losses, "Means over the steps between two log lines."),
+}
+"""By the name of its file: who draws a picture, and how to read it."""
 
 
 def save(figure: Figure, file: Any, **options: Any) -> None:

@@ -229,29 +229,29 @@ def refresh(records: Path = RECORDS) -> list[Path]:
             with written_whole(page, "w") as out:
                 out.write(new)
             changed.append(page)
-    for target, file, picture in stale_pictures(records):
+    for target, file, draw in stale_pictures(records):
         found = _compared(find([file]))
-        if (figure := picture.draw(found, pictures.arm_colours([found]))) is None:
+        if (figure := draw(found, pictures.arm_colours([found]))) is None:
             raise ValueError(f"{file} has no figures for {target.name}")
         pictures.save(figure, target, metadata={SOURCE: _digest(file)})
         changed.append(target)
     return changed
 
 
-def stale_pictures(records: Path = RECORDS) -> Iterator[tuple[Path, Path, pictures.Picture]]:
+def stale_pictures(records: Path = RECORDS) -> Iterator[tuple[Path, Path, pictures.Draw]]:
     """Pictures that a page shows and that are not drawn from the records of their name, with the file of these."""
     docs = records.parents[1]
     pages = [page for page in (docs.parent / "README.md", *docs.rglob("*.md")) if page.is_file()]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     for file in sorted(records.glob("*.jsonl")):
-        for picture in pictures.PICTURES:
-            name = f"{file.stem}-{picture.name}.png"
+        for kind, (draw, _) in pictures.PICTURES.items():
+            name = f"{file.stem}-{kind}.png"
             target = docs / "pictures" / name
             content = target.read_bytes() if target.is_file() else b""
             # PNG keeps the digest as text: key, zero byte, value.
             drawn_from_these = f"{SOURCE}\0{_digest(file)}".encode() in content
             if any(f"pictures/{name}" in text for text in texts) and not drawn_from_these:
-                yield target, file, picture
+                yield target, file, draw
 
 
 def _digest(file: Path) -> str:

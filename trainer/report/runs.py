@@ -242,8 +242,7 @@ def _workload_names(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _arm_names(records: Sequence[RunRecord]) -> list[str]:
-    """A short name for each of ``records``, one of each arm: the label, and parameters that are not defaults or differ
-    between arms of that label."""
+    """A short name for each of ``records``, one of each arm: the label, parameters that are set or tell it apart."""
     names: list[str] = []
     for record in records:
         fellows = [_parameters(other) for other in records if other.label == record.label]

@@ -41,8 +41,7 @@ Columns = dict[str, list[str]]
 
 
 def decision(found: WorkloadComparison) -> Columns:
-    """What people decide by: which arm is faster, how long it is waited for, when that has paid back, what it holds.
-    Columns without a figure are left out."""
+    """What people decide by: which arm is faster, how long it is waited for, when that has paid back, its memory."""
     rows = found.rows
     columns = {
         "arm": [row.cell.arm for row in rows],

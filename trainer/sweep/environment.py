@@ -1,8 +1,6 @@
-"""Environment of a process: what a sweep passes to its cell, compile caches, the version of the code, and who started
-the processes that train together.
+"""Environment of a process: what a sweep passes to its cell, compile caches, the code's version, what else started it.
 
-``repeat=cold`` and ``repeat=warm`` are about directories in environment variables, which must be set before torch is
-imported.
+``repeat=cold`` and ``repeat=warm`` are about directories in variables that must be set before torch is imported.
 """
 
 from __future__ import annotations
@@ -96,8 +94,7 @@ def described(config: Config, command: list[str]) -> RunRecord:
 
 
 def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = ROOT) -> dict[str, Any]:
-    """Fields of a record that say where a run comes from: ``strategies`` in order, ``command``, now, this machine and
-    the checkout that ``root`` is in."""
+    """Fields of a record that say where a run comes from; ``strategies`` in order, ``root`` in the checkout."""
     # Not above: the command line reads its environment first, and then makes sure that this package is ours.
     from strategies.compose import label
     from strategies.credentials import without_credentials
@@ -157,8 +154,7 @@ class Launch:
 def launched(environ: Mapping[str, str]) -> Launch | None:
     """What started this process, by its environment; None where it was started alone.
 
-    Raises ValueError where the environment says so by halves: the process would wait for others that are not there, or
-    train alone beside them.
+    Raises ValueError where it says so by halves: the process would wait for others in vain, or train alone beside them.
     """
     if "RANK" in environ:
         names, found, advice = BY_RANK, "RANK", "start every process by torchrun"

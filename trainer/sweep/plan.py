@@ -1,7 +1,6 @@
 """Plan: the cells of a sweep in the order in which they run, and the options ``hydra.launcher.<option>=...``.
 
-A command with ``sweep=DIR`` starts a sweep in ``DIR``, and continues it when it is given again: the records there say
-which cells have finished.
+A command with ``sweep=DIR`` starts a sweep in ``DIR`` or continues it: the records there say which cells have finished.
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ def in_order(cells: Sequence[PlannedCell], *, rounds: int) -> list[PlannedCell]:
 
 
 def name_by_difference(cells: Sequence[PlannedCell]) -> None:
-    """Set ``chosen`` of each cell: the overrides that not all share (all where there is one kind of cell only) and the
-    round."""
+    """Set ``chosen`` of each cell: the overrides that not all share (of one kind of cell alone, all), and the round."""
     kinds = {cell.overrides for cell in cells}
     shared = set() if len(kinds) == 1 else set(cells[0].overrides).intersection(*kinds)
     for cell in cells:
@@ -149,8 +147,7 @@ class SweepOptions:
     it compiled, though a store of ``compile=cached`` stays; ``shared`` = the machine's, as they are: compile times then
     say little, and cells that repeat start sooner."""
     objective: str = "final_loss"
-    """The figure of a cell's record that a sweeper of the user's gets: ``total_seconds``, ``useful_tokens_per_second``,
-    ..."""
+    """The figure of a cell's record that a sweeper of the user's gets: ``total_seconds``, ``samples_per_second`` ..."""
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""

@@ -1,5 +1,4 @@
-"""Sweep: runs what is left of its cells, each in a process of its own, one after the other; sees to it that each leaves
-a record, and compares them."""
+"""Sweep: runs what is left of its cells in turn, each in a process of its own that leaves a record; compares these."""
 
 from __future__ import annotations
 
@@ -173,8 +172,7 @@ def set_aside(directory: Path) -> None:
 
 
 def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, width: int) -> str:
-    """The comparison of a sweep's runs as text, which has the reasons of those that did not finish, and how to see
-    more."""
+    """The comparison of a sweep's runs as text, with the reasons of those that did not finish, and how to see more."""
     out = io.StringIO()
     if runs:
         tables.show(compare_runs(runs), Console(file=out, width=width, highlight=False, color_system=None))

@@ -1,7 +1,6 @@
 """Curves: times the steps of each window once they are through, sorts them, and says what a window's points are.
 
-A window is the steps between two points of a curve. Its losses travel to the host while the next window is filled, so
-that nothing waits.
+A window is the steps between two points of a curve. Its losses travel to the host while the next one is filled.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Curves:
         return self.losses[-1][1] if self.losses else None
 
     def loss_points(self) -> list[list[float]]:
-        """Pairs of a step and the mean loss up to it: of each window read back, in longer runs of two windows together,
-        of four, ..."""
+        """Pairs of a step and the mean loss up to it: of each window, in longer runs of two together, of four, ..."""
         every = meter.thinned(len(self.losses))
         together = [self.losses[place : place + every] for place in range(0, len(self.losses), every)]
         points = [[each[-1][0], sum(loss * n for _, loss, n in each) / sum(n for *_, n in each)] for each in together]

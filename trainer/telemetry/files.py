@@ -41,8 +41,7 @@ def finite(value: Any) -> Any:
 def written_whole(target: Path, mode: str) -> Iterator[IO[Any]]:
     """A file to write in ``mode`` (``w``: UTF-8 text, ``wb``: bytes) that becomes ``target`` when the block ends.
 
-    A reader sees the old file or the new one, never a half; when the block raises, the old one stays and nothing else
-    is left behind.
+    A reader sees the old file or the new one, never a half; when the block raises, the old one stays, alone.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -68,8 +67,7 @@ def write_json(target: Path, values: Any, **options: Any) -> Path:
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
-    """The JSON object in ``file``, without control characters. Raises ValueError, naming the file, where it cannot be
-    read or is not ``what``."""
+    """The JSON object in ``file``, without control characters. Raises ValueError, naming it, if it is not ``what``."""
     try:
         values = printable(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
@@ -172,8 +170,7 @@ def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def number(value: float, decimals: int | None = None) -> str:
-    """``value`` without an exponent, thousands apart: with three digits, or with so many ``decimals`` and, where it is
-    below one, two significant digits."""
+    """``value`` without an exponent: with three digits, or so many ``decimals`` (below one, two significant digits)."""
     text = f"{value:.3g}"
     if not math.isfinite(value) or (decimals is None and "e" not in text):
         return text

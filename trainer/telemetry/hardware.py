@@ -42,8 +42,7 @@ DENSE_TERAFLOPS: dict[str, dict[str, float]] = {
 }
 """Dense (not sparse) matrix rates by the beginning of the device's name, from NVIDIA's datasheets of these boards and,
 for B200, of the HGX board with eight of them; where a datasheet gives the sparse rate alone, half of it. fp32 is the
-rate without tensor cores. A device that is not here has no peak and so no utilisation: no figure is better than a wrong
-one."""
+rate without tensor cores. A device that is not here has no peak and so no utilisation."""
 
 KINDS = {"bf16": "bf16", "16": "fp16", "64": "fp64"}
 """What matrix products compute in, by the beginning of Lightning's name of the precision; the rest is fp32 or tf32."""
@@ -108,12 +107,6 @@ def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1)
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
-def reset_peaks(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        _before.pop(device, None)
-
-
 def give_back(device: torch.device) -> None:
     """Free what is unreachable and what the allocator keeps: eager's blocks have other sizes than compiled's."""
     gc.collect()
@@ -136,15 +129,15 @@ def peak_bytes(device: torch.device) -> int:
     return _before[device]
 
 
-def resume(device: torch.device, peak: int) -> None:
-    """Continue counting from ``peak``: what was allocated since then and is freed again is no part of the run."""
+def resume(device: torch.device, peak: int = 0) -> None:
+    """Count from ``peak`` on: what was allocated since then and is freed again is no part of the run."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         _before[device] = peak
 
 
 def peak_device_gib(device: torch.device) -> float | None:
-    """Highest memory held by tensors and CUDA graphs on ``device`` since ``reset_peaks``, in GiB; None for a CPU."""
+    """Highest memory held by tensors and CUDA graphs on ``device`` since ``resume``, in GiB; None for a CPU."""
     return peak_bytes(device) / GIB if device.type == "cuda" else None
 
 

@@ -104,8 +104,7 @@ def nvml_handle(device: torch.device) -> Any | None:
 
 
 class EnergyMeter:
-    """Adds up joules and samples of windows; without a ``board`` (NVML's handle) it reads None. The counter is the
-    board's: other processes are in it."""
+    """Adds up joules and samples of windows, of all processes on a ``board`` (NVML's handle); None without one."""
 
     def __init__(self, board: Any | None) -> None:
         self._board = board

@@ -33,8 +33,7 @@ class Event:
     step: int | None = None
     """Optimizer step during which, or after which, it happened; None before the first step."""
     phase: str = "training"
-    """``preflight``, ``training`` or ``validating``: validation has graphs of its own, which torch counts as
-    recompiles."""
+    """``preflight``, ``training`` or ``validating``, which has graphs of its own: torch counts them as recompiles."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,8 +82,7 @@ class RunVerdict:
     """Whether a run's strategies paid, by steps of eager and of the run taken by turns on the same batches."""
 
     outcome: str
-    """``faster`` or ``slower`` than eager, ``no difference shown``, ``eager`` (nothing ran compiled) or ``not
-    compared``."""
+    """``faster``, ``slower`` than eager, ``no difference shown``, ``eager`` (nothing compiled) or ``not compared``."""
     reason: str | None = None
     """Why it was not compared."""
     ratio: float | None = None
@@ -123,8 +121,7 @@ class RankFigures:
     steady_step_seconds_median: float | None = None
     """About the same on all, because they wait for each other."""
     exposed_communication_seconds: float | None = None
-    """Of a step, in collectives while nothing computes, by the profiler: None without ``profile=on``. Waiting for a
-    slower rank is part of it."""
+    """Of a step, in collectives while nothing computes, waits for others included; None without ``profile=on``."""
     compile_seconds: float | None = None
     peak_device_memory_gib: float | None = None
     peak_process_memory_gib: float | None = None
@@ -240,8 +237,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
     resumed_from: str | None = None
     """Checkpoint that the run continued from."""
     status: str = "running"
-    """``running`` (or, of one process, killed while it was), ``finished``, ``interrupted`` or ``failed``; in a script
-    also ``not started``."""
+    """``running`` (or killed so), ``finished``, ``interrupted`` or ``failed``; in a script also ``not started``."""
     reason: str | None = None
     """Why it was interrupted or failed."""
     started: str | None = None

@@ -75,8 +75,7 @@ def installed(file: str) -> str | None:
 
 
 def innermost(stack: Sequence[Line]) -> str | None:
-    """Of a stack, outermost first, ``file:line function`` of the last one outside torch and Lightning, else of the last
-    one; None for an empty stack."""
+    """``file:line function`` of the last frame outside torch and Lightning, or the last; None for an empty stack."""
     outside = [frame for frame in stack if not is_machinery(frame.file)] or stack
     return f"{outside[-1].file}:{outside[-1].number} {outside[-1].function}" if outside else None
 

@@ -1,7 +1,6 @@
 """TensorBoard: the keys of every run, its row in the table of runs and its pages.
 
-``docs/reference.md`` documents each key. TensorBoard sorts groups by name: speed, then loss. Needs neither torch nor
-Lightning until a run writes.
+``docs/reference.md`` documents each key. TensorBoard sorts groups by name: speed, then loss. Needs no torch to import.
 """
 
 from __future__ import annotations
