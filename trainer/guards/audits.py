@@ -145,7 +145,7 @@ class Audits:
                     self._leave_out((kind,), "another process cannot compare it")
             complaints = [_complaint(kind, one) for kind, one in found.items() if one.share > 1]
             wrong = self._loop.anywhere(bool(complaints))
-        hardware.resume(self._loop.device, peak)
+        hardware.count_peak_from(self._loop.device, peak)
         self._write_down(found, complaints, wrong=wrong)
         self._schedule.next(self._telemetry.audit_seconds)
         if wrong:

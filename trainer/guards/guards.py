@@ -365,7 +365,7 @@ class ReplayParity:
             **figures,
         )
         del snapshot, comparison
-        hardware.resume(self._loop.device, self._peak)
+        hardware.count_peak_from(self._loop.device, self._peak)
         if self._loop.anywhere(bool(complaints)):
             complaints = complaints or ["another process found a difference"]
             raise ParityError(

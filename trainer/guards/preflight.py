@@ -120,7 +120,7 @@ class Preflight:
                     "slowdown",
                     lambda: self._timed(batch, own=own, restore=snapshot.restore, eager_first=eager_first),
                 )
-        hardware.resume(loop.device, peak)
+        hardware.count_peak_from(loop.device, peak)
         return sample
 
     def _run(self, batch: Any, snapshot: Snapshot) -> None:

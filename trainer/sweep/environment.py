@@ -169,12 +169,9 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     if missing := [name for name in names if name not in environ]:
         what = f"{found}={environ[found]} is set and {', '.join(missing)} not"
         raise ValueError(f"{what}: {advice}, or unset {found}")
-    numbers = []
-    for name in names[:5]:
-        if not environ[name].isdecimal():
-            raise ValueError(f"{name}={environ[name]!r} is not a number: {advice}")
-        numbers.append(int(environ[name]))
-    rank, local_rank, processes, per_host, hosts = numbers
+    if wrong := [name for name in names[:5] if not environ[name].isdecimal()]:
+        raise ValueError(f"{wrong[0]}={environ[wrong[0]]!r} is not a number: {advice}")
+    rank, local_rank, processes, per_host, hosts = (int(environ[name]) for name in names[:5])
     by, job = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "RANK", None
     if names is BY_SRUN:
         by, job = "SLURM", f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"

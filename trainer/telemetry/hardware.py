@@ -115,7 +115,7 @@ def give_back(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak so far, for ``resume``; 0 for a CPU."""
+    """The peak so far, for ``count_peak_from``; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     reserved = torch.cuda.memory_reserved(device)
@@ -129,7 +129,7 @@ def peak_bytes(device: torch.device) -> int:
     return _before[device]
 
 
-def resume(device: torch.device, peak: int = 0) -> None:
+def count_peak_from(device: torch.device, peak: int) -> None:
     """Count from ``peak`` on: what was allocated since then and is freed again is no part of the run."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -137,7 +137,7 @@ def resume(device: torch.device, peak: int = 0) -> None:
 
 
 def peak_device_gib(device: torch.device) -> float | None:
-    """Highest memory held by tensors and CUDA graphs on ``device`` since ``resume``, in GiB; None for a CPU."""
+    """Highest memory of tensors and CUDA graphs on ``device`` since ``count_peak_from``, in GiB; None for a CPU."""
     return peak_bytes(device) / GIB if device.type == "cuda" else None
 
 

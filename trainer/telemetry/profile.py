@@ -51,9 +51,9 @@ class StepProfiler:
     def __init__(self, device: torch.device, directory: Path | None) -> None:
         self._device, self._directory = device, directory
         self._done = self._first = 0
-        self.recording = self._over = False
+        self.recording = False
         self.facts: dict[str, Any] = {}
-        """For the record, once the recording has ended."""
+        """For the record, once the recording has ended; until then empty."""
         self._settings = contextlib.ExitStack()
         theirs = {name: value for name, value in SETTINGS.items() if name not in os.environ}
         self._settings.enter_context(environment(theirs))
@@ -71,7 +71,7 @@ class StepProfiler:
 
     def due(self, step: Step, *, warm: bool) -> bool:
         """Count ``step``, which is over; returns whether ``start`` is due."""
-        if self._over:
+        if self.facts:
             return False
         if self.recording:
             step.profiled = True
@@ -82,7 +82,7 @@ class StepProfiler:
 
     def start(self) -> None:
         """Begin to record; what was launched before is waited for."""
-        if self._over:  # it has failed
+        if self.facts:  # it has failed
             return
         with self._safely():
             hardware.wait(self._device)
@@ -104,7 +104,7 @@ class StepProfiler:
 
     def finish(self) -> None:
         """Training is over: note why there is no profile, if there is none."""
-        if not self._over:
+        if not self.facts:
             self._end({"reason": "the run ended before a steady step and a profiled one"})
 
     def _read(self, steps: int) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class StepProfiler:
             self._end({"reason": f"the profiler failed: {type(error).__name__}: {error}".splitlines()[0]})
 
     def _end(self, facts: dict[str, Any]) -> None:
-        self.facts, self._over = facts, True
+        self.facts = facts
         self._settings.close()
 
     def _profiler(self) -> profile:

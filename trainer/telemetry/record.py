@@ -161,7 +161,6 @@ class CompilerFigures:
     cache_hits: int | None = None
     cache_misses: int | None = None
     graphs: int | None = None
-    """Graphs compiled; None for eager."""
     graph_breaks: int | None = None
     recompiles: int | None = None
     cudagraph_skips: int | None = None
@@ -172,9 +171,7 @@ class Rates:
     """Over the time of steady steps, of all processes together; None where there is nothing to divide."""
 
     steady_steps_per_second: float | None = None
-    """Steady steps over their total time."""
     samples_per_second: float | None = None
-    """All processes together, steady state; so are the next ones."""
     tokens_per_second: float | None = None
     useful_tokens_per_second: float | None = None
     """Padding excluded."""
@@ -228,7 +225,6 @@ class RunRecord(CompilerFigures, Rates, Peak):
     label: str = "eager"
     """The strategies' names joined by ``+``."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The whole resolved configuration."""
     command: list[str] = field(default_factory=list)
     """Command-line overrides of this run; arguments of ``script``."""
     script: str | None = None
@@ -239,11 +235,9 @@ class RunRecord(CompilerFigures, Rates, Peak):
     status: str = "running"
     """``running`` (or killed so), ``finished``, ``interrupted`` or ``failed``; in a script also ``not started``."""
     reason: str | None = None
-    """Why it was interrupted or failed."""
     started: str | None = None
     """Start, ISO 8601 with offset."""
     signal: int | None = None
-    """Number of the signal that ended the run."""
 
     # Where it ran
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -287,7 +281,6 @@ class RunRecord(CompilerFigures, Rates, Peak):
     warmup_seconds: float | None = None
     """The preflight and all optimizer steps that are not steady: see ``trainer.telemetry.meter``."""
     warmup_steps: int | None = None
-    """Number of those steps."""
     new_shape_steps: int | None = None
     """Of those since the last switch of strategies, how many nothing but a new shape keeps from being steady."""
     new_shape_seconds: float | None = None

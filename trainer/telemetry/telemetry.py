@@ -87,7 +87,7 @@ class Telemetry:
         board = nvml_handle(self._device)
         self._energy, self._machine = EnergyMeter(board), MachineMonitor(board)
         self._peak = find_peak(self._device, loop.precision, measure=self._measure_peak)
-        hardware.resume(self._device)
+        hardware.count_peak_from(self._device, 0)
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self._clock.fetch_begins, self._clock.fetch_ends)
         self.curves.begin(self._clock, self._peak)
@@ -130,7 +130,7 @@ class Telemetry:
             self._collect(warm=False)
             self.compiler.step = self._step.number
             self._paused_at = now()
-            hardware.resume(self._device)  # an eager pass for comparison is not the run's own memory
+            hardware.count_peak_from(self._device, 0)  # an eager pass for comparison is not the run's own memory
 
     def batch_start(self) -> None:
         if self._paused:
