@@ -246,12 +246,13 @@ def _arm_names(records: Sequence[RunRecord]) -> list[str]:
     names: list[str] = []
     for record in records:
         fellows = [_parameters(other) for other in records if other.label == record.label]
-        defaults, alone = _defaults(record), len(record.strategies) == 1
-        words = [
-            f"{name.partition('.')[2] if alone else name}={value}"
-            for name, value in _parameters(record).items()
-            if _is_set(name, value, defaults) or len({fellow.get(name) for fellow in fellows}) > 1
-        ]
+        defaults, words = _defaults(record), []
+        for name, value in _parameters(record).items():
+            strategy, _, option = name.partition(".")
+            # Keys of a mapping count, what they hold (``modular.parts.encoder.mode``) is too long.
+            known = name in defaults or (strategy in STRATEGIES and name.count(".") == 2)
+            if (known and defaults.get(name) != value) or len({fellow.get(name) for fellow in fellows}) > 1:
+                words.append(f"{option if len(record.strategies) == 1 else name}={value}")
         _add_name(names, record.label, words)
     return names
 
@@ -261,14 +262,6 @@ def _add_name(names: list[str], kind: str, words: Sequence[str]) -> None:
     while name in names:  # something that the others have and this one lacks
         name += "'"
     names.append(name)
-
-
-def _is_set(name: str, value: str, defaults: Mapping[str, str]) -> bool:
-    """Whether a parameter of a known strategy is not its default. Keys of a mapping that is empty by default count
-    (``regional.options.max_autotune``), what such keys hold does not (``modular.parts.encoder.mode``): too long."""
-    if name in defaults:
-        return defaults[name] != value
-    return name.partition(".")[0] in STRATEGIES and name.count(".") == 2
 
 
 def _parameters(record: RunRecord) -> dict[str, str]:
@@ -286,9 +279,7 @@ def _defaults(record: RunRecord) -> dict[str, str]:
     for strategy in record.strategies:
         kind = STRATEGIES.get(str(strategy["name"]))
         for one in () if kind is None else dataclasses.fields(kind):
-            factory, value = one.default_factory, one.default
-            if factory is not dataclasses.MISSING:
-                value = factory()
+            value = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
             if value is not dataclasses.MISSING and one.name not in PLACE_PARAMETERS:
                 defaults.update(_flat({one.name: json.loads(json.dumps(value, default=str))}, f"{strategy['name']}."))
     return defaults
