@@ -144,12 +144,9 @@ def modular_overrides(
     keys = "|".join([r"compile=", *(rf"compile\.{name}[.=]" for name in gone)])
     given = [each for each in overrides if not re.match(rf"[+~]*({keys})", each)]
     given.append(f"compile=[{','.join(names)}]" if len(names) > 1 else f"compile={(names or ['eager'])[0]}")
-    return given + ([f"+compile.{Modular.name}.parts={written(parts)}"] if parts else [])
-
-
-def written(parts: Mapping[str, Any]) -> str:
-    """Parts as Hydra's command line reads them: JSON whose keys have no quotes."""
-    return re.sub(r'"([^"]+)":', r"\1:", json.dumps(parts, separators=(",", ":")))
+    # As Hydra's command line reads them: JSON whose keys have no quotes.
+    written = re.sub(r'"([^"]+)":', r"\1:", json.dumps(parts, separators=(",", ":")))
+    return given + ([f"+compile.{Modular.name}.parts={written}"] if parts else [])
 
 
 if __name__ == "__main__":

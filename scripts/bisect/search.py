@@ -85,10 +85,18 @@ class Search:
         """Look for what differs. Raises ValueError where everything compiled cannot be compared with eager."""
         report = Report(whole=self._outcome(self._everything))
         if report.whole.differs:
-            report.culprit = self._smallest(self._everything)
-            if report.culprit is not None:
-                report.outcome = self._outcome([report.culprit])
-                self._look_at_rest(report, report.culprit)
+            report.culprit = culprit = self._smallest(self._everything)
+            if culprit is not None:
+                report.outcome = self._outcome([culprit])
+                # All without it, or without all of its class. What holds one of them is taken apart.
+                like = [one.path for one in _all(self._everything) if culprit.about and one.about == culprit.about]
+                for out in ([culprit.path], like):
+                    rest = list(_without(self._everything, out))
+                    report.rest = [one.path for one in rest]
+                    report.copies = [path for path in out if path != culprit.path]
+                    report.rest_outcome = self._outcome(rest) if rest else None
+                    if report.rest_outcome is None or not report.rest_outcome.differs or len(like) < 2:
+                        break
         elif report.whole.reason is not None:
             raise ValueError(
                 f"the compiled step cannot be compared with eager's: {report.whole.reason}; crucible explain says "
@@ -108,16 +116,6 @@ class Search:
         half = len(nodes) // 2
         part = next((part for part in (nodes[:half], nodes[half:]) if self._outcome(part).differs), None)
         return None if part is None else self._smallest(part)
-
-    def _look_at_rest(self, report: Report, culprit: Node) -> None:
-        """Try all without the culprit, or without all of its class. What holds one of them is taken apart."""
-        like = [one.path for one in _all(self._everything) if culprit.about and one.about == culprit.about]
-        for out in ([culprit.path], like):
-            rest = list(_without(self._everything, out))
-            report.rest, report.copies = [one.path for one in rest], [path for path in out if path != culprit.path]
-            report.rest_outcome = self._outcome(rest) if rest else None
-            if report.rest_outcome is None or not report.rest_outcome.differs or len(like) < 2:
-                return
 
     def _outcome(self, nodes: Sequence[Node]) -> Outcome:
         paths = [node.path for node in nodes]
