@@ -37,10 +37,7 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
 
 
 def parser(name: str, about: str, more: str = "", *, overrides: bool = False) -> argparse.ArgumentParser:
-    """A parser of ``crucible NAME``; ``more`` comes last in its help.
-
-    With ``overrides`` it takes the trainer's, and ``--config-dir``.
-    """
+    """A parser of ``crucible NAME``, ``more`` last in its help; ``overrides``: it takes the trainer's as well."""
     made = argparse.ArgumentParser(
         prog=f"crucible {name}",
         description=about.replace("``", ""),

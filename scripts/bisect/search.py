@@ -105,10 +105,7 @@ class Search:
         return report
 
     def _smallest(self, nodes: Sequence[Node]) -> Node | None:
-        """Of ``nodes``, which differ together, or of what they hold, one that differs alone and of which no child does.
-
-        None where only several together differ.
-        """
+        """Of ``nodes``, which differ together, and what they hold: one that differs alone, no child does; or None."""
         if len(nodes) == 1:
             (node,) = nodes
             inner = self._smallest(node.children) if node.children and self._outcome(node.children).differs else None

@@ -187,12 +187,8 @@ def _frame(compile_id: Any) -> str:
 
 
 class EventReporter:
-    """Reports each thing once, in a line on stderr, which a live display lets through and a file keeps. The record and
-    TensorBoard have every case.
-
-    Args:
-        enabled: Whether this process reports at all.
-    """
+    """Reports each thing once, in a line on stderr, which a live display lets through and a file keeps; nothing unless
+    it is ``enabled``. The record and TensorBoard have every case."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._left = MAX_LINES if enabled else 0

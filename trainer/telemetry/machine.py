@@ -147,11 +147,7 @@ class EnergyMeter:
 
 
 class MachineMonitor:
-    """Looks at the machine from ``begin`` on; every reading is None where the system does not tell.
-
-    Args:
-        board: NVML's handle of the GPU; None without.
-    """
+    """Looks at the machine, and at NVML's ``board``, from ``begin`` on; what the system does not tell is None."""
 
     def __init__(self, board: Any | None = None) -> None:
         self._board = board

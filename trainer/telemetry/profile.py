@@ -42,11 +42,8 @@ SETTINGS = {
 
 
 class StepProfiler:
-    """Decides, after each step, whether the recording begins or ends. What breaks in it never breaks the training.
-
-    Args:
-        directory: The run's; the trace lies in a folder of its own in it. None = no trace is written.
-    """
+    """Decides, after each step, whether the recording begins or ends. What breaks in it never breaks the training. The
+    trace lies in a folder of its own in the run's ``directory``; without one none is written."""
 
     def __init__(self, device: torch.device, directory: Path | None) -> None:
         self._device, self._directory = device, directory

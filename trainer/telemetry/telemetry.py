@@ -153,8 +153,7 @@ class Telemetry:
             self._step.learning_rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
 
     def disturb(self) -> None:
-        """The step under way is not a steady one: something was prepared in it that later steps will not need, or it
-        comes before compiled code has taken over."""
+        """The step under way is not steady: it prepares what later ones need not, or comes before compiled code."""
         self._step.compiled = True
 
     def batch_end(self, loss: torch.Tensor | None, batch: Any) -> bool:
