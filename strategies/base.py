@@ -121,8 +121,6 @@ class Program:
     """Filled by strategies: what was handed to the compiler."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Filled by strategies: ``torch._dynamo.config`` values needed while the run lasts, restored after it."""
-    eager_embeddings: bool = True
-    """Whether eager's kernel computes the gradients of embeddings, see ``ModuleRequest.embedding_gradient``."""
     eager_parts: dict[str, str] = field(default_factory=dict)
     """What was to be compiled and runs eager now (path of a region, or ``optimizer``), with the reason."""
     notes: list[str] = field(default_factory=list)

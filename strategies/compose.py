@@ -46,16 +46,15 @@ def check(strategies: Sequence[Strategy]) -> None:
 
 
 @contextlib.contextmanager
-def compiler_settings(settings: dict[str, Any], *, eager_embeddings: bool = True) -> Iterator[None]:
+def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
     """Set ``torch._dynamo.config`` values for the length of a run, avoid known faults, and restore all of it."""
     import torch._dynamo.config as config
     import torch._functorch.config as autograd_config
 
     from strategies.torch_patches import embeddings_as_in_eager, faults_avoided, one_compile_for_all_ranks
 
-    embeddings = embeddings_as_in_eager() if eager_embeddings else contextlib.nullcontext()
     donates = autograd_config.patch(donated_buffer=autograd_config.donated_buffer)  # ``keep_buffers`` changes it
-    with config.patch(settings), donates, faults_avoided(), one_compile_for_all_ranks(), embeddings:
+    with config.patch(settings), donates, faults_avoided(), one_compile_for_all_ranks(), embeddings_as_in_eager():
         yield
 
 

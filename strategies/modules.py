@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from strategies.base import Program, Stage, Strategy
-from strategies.options import ModuleOptions
+from strategies.options import CompileOptions
 
 HOW = ("mark", "always", "automatic")
 
 
 @dataclass(kw_only=True, slots=True)
-class Whole(ModuleOptions):
+class Whole(CompileOptions):
     """Compile everything that the task declares as its forward and loss, one graph for each declared module.
 
     The most speed that one compile gives, for the longest wait. A module that declares nothing has each of its
@@ -48,7 +48,7 @@ class Whole(ModuleOptions):
 
 
 @dataclass(kw_only=True, slots=True)
-class Regional(ModuleOptions):
+class Regional(CompileOptions):
     """Compile repeated blocks in place so that copies share one compiled graph, and separable parts beside them.
 
     Far shorter compiles than ``whole`` at nearly its speed, as long as the head with the loss is one of the parts.

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies.base import CannotCapture, Program, Region, holds
 from strategies.errors import is_compile_error
-from strategies.options import ModuleRequest, near
+from strategies.options import CompilerRequest, near
 
 RECOMPILE_LIMIT = 64
 """Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
@@ -55,7 +55,7 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> 
     return region
 
 
-def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[str], *, small: bool) -> None:
+def compile_regions(program: Program, request: CompilerRequest, paths: Sequence[str], *, small: bool) -> None:
     """Hand the submodules at ``paths`` to the compiler as ``request`` asks; ``small``: they are parts of a forward."""
     fixed = fixed_sizes(program, paths, request.dynamic)
     for path in paths:
@@ -63,7 +63,6 @@ def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[st
         if fixed:
             arguments["dynamic"] = False
         compile_in_place(program, path, arguments)
-    program.eager_embeddings &= request.embedding_gradient == "eager"
     if small:  # DDPOptimizer would split every region again at its bucket boundaries
         program.settings["optimize_ddp"] = False
 

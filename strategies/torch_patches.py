@@ -179,10 +179,6 @@ def one_compile_for_all_ranks() -> Iterator[None]:
         yield
 
 
-HASHING_SECONDS = 10
-"""How long a process waits for another one's hashes."""
-
-
 def _share_hashes() -> None:
     """Let one process of a host read all source files of torch and Triton, whose hashes are part of each graph's key:
     a second of processor time. Torch's compile workers are given the first one in the same way.
@@ -203,7 +199,7 @@ def _share_hashes() -> None:
             if store.add(f"{place}/asked", 1) == 1:
                 store.set(place, hashed() or b"")  # there may be no Triton
             else:
-                store.wait([place], timedelta(seconds=HASHING_SECONDS))
+                store.wait([place], timedelta(seconds=10))
                 hashed.set(read(store.get(place)) or None)
 
 

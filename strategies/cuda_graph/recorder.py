@@ -33,14 +33,15 @@ PURE_STDLIB = frozenset(_PURE.split())
 compared by state."""
 
 
-class HostRecorder(HostValues):
-    """Records one call; ``ignored`` are attributes that stand in for others while it does."""
+IGNORED = ("log", "log_dict")
+"""Attributes that stand in for others while a step runs."""
 
-    def __init__(
-        self, device: torch.device, problem_types: Mapping[type, str], ignored: frozenset[str] = frozenset()
-    ) -> None:
+
+class HostRecorder(HostValues):
+    """Records one call."""
+
+    def __init__(self, device: torch.device, problem_types: Mapping[type, str]) -> None:
         super().__init__(device, problem_types)
-        self._ignored = ignored
         self._codes: set[types.CodeType] = set()
         self._found_on_class: Any = functools.cache(found_on_class)
         self._thread = threading.get_ident()
@@ -126,7 +127,7 @@ class HostRecorder(HostValues):
 
     def _read(self, obj: Any, name: str, getter: Any) -> Any:
         label = self._labels.get(id(obj))
-        if label is None or name in self._ignored or (name.startswith("__") and name != "__dict__"):
+        if label is None or name in IGNORED or (name.startswith("__") and name != "__dict__"):
             return getter(obj, name)
         owner, static = self._found_on_class(type(obj), name)
         descriptor = hasattr(type(static), "__set__")
@@ -159,14 +160,14 @@ class HostRecorder(HostValues):
         return value
 
     def _read_all(self, obj: Any, attributes: dict[str, Any]) -> None:
-        label, ignored = self._labels[id(obj)], self._ignored
-        for name in [name for name in attributes if name not in ignored]:
-            self._expect(attributes, name, attributes[name], label, obj)
-            self._reach(attributes[name], f"{label}{name}")
+        label = self._labels[id(obj)]
 
         def present() -> list[str]:
-            return [name for name in attributes if name not in ignored]
+            return [name for name in attributes if name not in IGNORED]
 
+        for name in present():
+            self._expect(attributes, name, attributes[name], label, obj)
+            self._reach(attributes[name], f"{label}{name}")
         self._values.setdefault((id(obj), "__dict__"), Value(f"vars({label[:-1]})", present, present()))
 
     def _read_of_module(self, obj: nn.Module, name: str, fallback: Any) -> Any:
@@ -189,7 +190,7 @@ class HostRecorder(HostValues):
     def _writing(self, obj: Any, name: str) -> Iterator[None]:
         """Remember what was there before the first write; what is read afterwards is the call's own."""
         key = (id(obj), name)
-        label = None if name in self._ignored or threading.get_ident() != self._thread else self._labels.get(id(obj))
+        label = None if name in IGNORED or threading.get_ident() != self._thread else self._labels.get(id(obj))
         if not self._busy and label is not None:
             with self._quiet():
 

@@ -36,8 +36,6 @@ MAX_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
 UNLIKE = "not every weight has a gradient in each micro-batch"
 _TORCH = os.path.dirname(torch.__file__)
-LOG_METHODS = frozenset({"log", "log_dict"})
-"""Stood in for while a step runs."""
 
 
 class Kept:
@@ -231,7 +229,7 @@ class StepCapture:
         if problems := list(_hooks(self._module)):
             return Observation(HostState(), problems)
         for gradients in (contextlib.nullcontext(), torch.no_grad())[: 2 if loop.world_size == 1 else 1]:
-            recorder = HostRecorder(loop.device, loop.unreadable(), LOG_METHODS)
+            recorder = HostRecorder(loop.device, loop.unreadable())
             snapshot = loop.snapshot(micro.batch)
             if (lost := snapshot.lost) is not None:
                 return Observation(HostState(), [lost])

@@ -224,10 +224,10 @@ class FunctionalUpdate(Update):
 
     def __call__(self) -> None:
         """One step; does not wait for the device, unless torch cannot know the count of loaded steps otherwise."""
-        plan = self._plan
-        if plan is not None and not self._owns_state(plan):
+        if self._plan is not None and not self._owns_state(self._plan):
             self.forget()
-        if plan is None or self._plan is None or self._signature() != plan.signature:
+        plan = self._plan
+        if plan is None or self._signature() != plan.signature:
             self._plan = plan = self._make()
             self._plans += 1
         max_norm, self.max_norm = self.max_norm, None

@@ -55,7 +55,7 @@ class Candidate:
             if self.strategy.needs_inductor and not is_prepared():
                 Preparation().wait()
             view = self.outline(program)
-            settings.enter_context(compiler_settings(view.settings, eager_embeddings=program.eager_embeddings))
+            settings.enter_context(compiler_settings(view.settings))
 
     def put_on(self, program: Program, settings: contextlib.ExitStack) -> None:
         """Let the program's modules, eager so far, run compiled in this way. Raises ValueError where it does not

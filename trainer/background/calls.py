@@ -177,7 +177,6 @@ class Background:
             request = Request(
                 calls=calls,
                 settings=self._program.settings,
-                eager_embeddings=self._program.eager_embeddings,
                 device=self._program.device,
                 main=main,
                 max_device_gib=self._options.max_device_gib,

@@ -115,7 +115,7 @@ def _compile(request: Any, answers: TextIO) -> None:
         import multiprocessing.spawn
 
         multiprocessing.spawn.prepare({"init_main_from_path": request.main})
-    with compiler_settings(request.settings, eager_embeddings=request.eager_embeddings):
+    with compiler_settings(request.settings):
         for call in request.calls:
             try:
                 _compile_call(call)

@@ -129,8 +129,7 @@ class Takeover:
             self.helper.wait()
         if not self._imported and self.helper.imported(wait=due is not None):
             self._imported = True
-            embeddings = self._program.eager_embeddings
-            self._settings.enter_context(compiler_settings(self._program.settings, eager_embeddings=embeddings))
+            self._settings.enter_context(compiler_settings(self._program.settings))
         known = self.helper.ready() if self._imported else set()
         if self.helper.by_shape:
             self._try_shapes(known)

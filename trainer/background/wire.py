@@ -47,7 +47,6 @@ class Request:
     calls: list[Call]
     settings: dict[str, Any]
     """``Program.settings``."""
-    eager_embeddings: bool
     device: torch.device
     main: str | None
     """The user's script, where a call needs it."""

@@ -183,9 +183,7 @@ class CompiledTraining:
         self.record.regions = len(self.program.regions) if self.strategies else None
         self._cuda_graphs = self.program.uses_cuda_graphs
         if self._taking_over is None or self.program.sharded:  # else once Inductor is imported
-            self._settings.enter_context(
-                compiler_settings(self.program.settings, eager_embeddings=self.program.eager_embeddings)
-            )
+            self._settings.enter_context(compiler_settings(self.program.settings))
         if trains:
             self.telemetry = Telemetry(**self._measured)
             self.telemetry.compiler.start()
