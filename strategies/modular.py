@@ -110,13 +110,16 @@ def plan(program: Program, parts: Mapping[str, str]) -> tuple[dict[str, list[str
     ``parts`` say how, by key. Raises ValueError for a key that matches nothing or several declared names, and for parts
     of which one holds the other.
     """
+    from strategies.regions import called_for
+
     targets = {name: _resolve(program, name) for name in parts}
     off = {path: name for name, paths in targets.items() if parts[name] == "off" for path in paths}
     owners: dict[str, str] = {}
     for name, how in parts.items():
         if how == "off":
             continue
-        regions = _called(program, targets[name], name) if how == "whole" else _blocks(program, targets[name], name)
+        found = targets[name]
+        regions = called_for(program.module, found) if how == "whole" else _blocks(program, found, name)
         spared = {path: owner for path in regions for outer, owner in off.items() if holds(outer, path)}
         if len(spared) == len(regions):
             because = ", ".join(map(repr, dict.fromkeys(spared.values())))
@@ -199,17 +202,3 @@ def _blocks(program: Program, paths: Iterable[str], name: str) -> list[str]:
         beside = [part for part in program.parts if holds(path, part)]
         regions += [*blocks, *(part for part in beside if not any(holds(block, part) for block in blocks))]
     return regions
-
-
-def _called(program: Program, paths: list[str], name: str) -> list[str]:
-    """``paths``; raises ValueError for a list of modules, which is never called itself: compiling it does nothing."""
-    from strategies.regions import never_called
-
-    for path in paths:
-        submodule = program.module.get_submodule(path)
-        if never_called(submodule):
-            raise ValueError(
-                f"{KEY}.{name}: {path} is a {type(submodule).__name__}, which is never called itself; write {path}.* "
-                f"or set {KEY}.{name}.how=regional"
-            )
-    return paths

@@ -30,7 +30,7 @@ class Whole(CompileOptions):
     """Stop with the reason at a graph break instead of splitting the graph."""
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import compile_regions, expand_blocks, never_called
+        from strategies.regions import called_for, compile_regions
 
         module, paths = program.module, program.whole
         if not paths:
@@ -41,10 +41,8 @@ class Whole(CompileOptions):
                 f"whole: the module declares no forward-and-loss part; compiled its children {', '.join(paths)}, "
                 "the loss outside them stays eager"
             )
-        for path in paths:
-            held = expand_blocks(module, [path]) if never_called(module.get_submodule(path)) else [path]
-            for each in held:
-                compile_regions(program, self, [each], small=False)
+        for path in called_for(module, paths):
+            compile_regions(program, self, [path], small=False)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -245,6 +245,14 @@ def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
     return blocks
 
 
+def called_for(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """``paths``, but for a list or dict of modules, which is never called itself, the blocks in it."""
+    found: list[str] = []
+    for path in paths:
+        found += expand_blocks(module, [path]) if never_called(module.get_submodule(path)) else [path]
+    return found
+
+
 def fixed_sizes(program: Program, paths: Sequence[str], dynamic: bool | None) -> bool:
     """Whether blocks at ``paths`` are to be compiled with ``dynamic=False``: a weight has one shape in one block and
     another in the next of its class.

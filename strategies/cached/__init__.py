@@ -11,7 +11,6 @@ from strategies.base import Program, Stage, Strategy
 from strategies.credentials import refuse_credentials
 
 if TYPE_CHECKING:
-    from strategies.cached.session import Session
     from strategies.cached.store import ArtifactStore
 
 URL_VARIABLE = "CRUCIBLE_CACHE_URL"
@@ -84,11 +83,11 @@ class Cached(Strategy):
                 raise ValueError(f"compile.cached: {switch}={value} switches torch's caches off; unset it")
 
     def apply(self, program: Program) -> None:
-        from strategies.cached.session import Session, facts_of, gathered, reason_of
+        from strategies.cached.session import Session, gathered, reason_of
 
         session, failed = None, None
         try:
-            session = Session(self, facts_of(program, leave_out=self.name))
+            session = Session(self, program)
         except Exception as error:  # a model that cannot be described
             failed = error
         places = gathered(session and session.place)  # whatever happens on one process
@@ -101,8 +100,6 @@ class Cached(Strategy):
             program.notes.append(f"cached: cold start, and nothing will be stored: {reason_of(error)}")
             return
         program.kept[self.name] = session
-        program.findings.update(session.findings)
-        self._report(program, session)
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose session was closed: a validation came before, for instance."""
@@ -111,8 +108,7 @@ class Cached(Strategy):
 
     def end(self, program: Program) -> None:
         if (session := program.kept.pop(self.name, None)) is not None:
-            session.close(program.findings)
-            self._report(program, session)
+            session.close()
 
     def store(self) -> ArtifactStore:
         """Connect to the store. Raises ValueError for a key that cannot be used, and what the file system raises."""
@@ -120,11 +116,6 @@ class Cached(Strategy):
 
         key = read_key("compile.cached.key_file", self.key_file)
         return ArtifactStore(self.url_used, key=key, storage_options=self.storage_options)
-
-    def _report(self, program: Program, session: Session) -> None:
-        program.report[self.name] = session.facts
-        program.notes.extend(f"cached: {note}" for note in session.notes)
-        session.notes.clear()
 
     @property
     def url_used(self) -> str:

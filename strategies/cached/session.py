@@ -1,6 +1,6 @@
 """One run's use of an artifact store: fetch and load before anything compiles, verify and store after training.
 
-Nothing that goes wrong here ends the run: it continues cold, and ``notes`` and ``facts`` say why.
+Nothing that goes wrong here ends the run: it continues cold, and notes and record say why.
 """
 
 from __future__ import annotations
@@ -44,18 +44,16 @@ class Session:
     """From ``open`` to ``close``, Inductor and Triton compile into a directory of this run's own.
 
     Of the processes of one host that train one program together, the first fetches and stores; all use its directory.
-    ``program_facts`` are those of ``facts_of``.
     """
 
-    def __init__(self, options: Cached, program_facts: dict[str, Any]) -> None:
-        self._options, self._program_facts = options, program_facts
-        self._fingerprint = fingerprint_of(program_facts)
-        self.facts: dict[str, Any] = {"state": "cold", "reason": None, "url": options.url_used}
+    def __init__(self, options: Cached, program: Program) -> None:
+        self._options, self._program = options, program
+        self._program_facts = facts_of(program, leave_out=options.name)
+        self._fingerprint = fingerprint_of(self._program_facts)
+        self._facts: dict[str, Any] = {"state": "cold", "reason": None, "url": options.url_used}
         """What goes into the record."""
-        self.facts["fingerprint"] = self._fingerprint
-        self.notes: list[str] = []
-        """Lines for the user; the owner takes them."""
-        self.findings: dict[str, Any] = {}
+        self._facts["fingerprint"] = self._fingerprint
+        self._findings: dict[str, Any] = {}
         """Of the runs that stored the loaded bundles, see ``Program.findings``."""
         self.place = socket.gethostname(), self._fingerprint
         """The same in the processes that share a directory; a GPU's index is part of the fingerprint."""
@@ -70,17 +68,46 @@ class Session:
         shared = None
         try:
             if self._leads:
-                self._directory = own_directory(self.notes)
+                self._directory = self._own_directory()
                 self._stack.enter_context(compiling_in(self._directory))
                 self._fetch_and_load()
-                shared = self._directory, self.facts, self.findings
+                shared = self._directory, self._facts, self._findings
         finally:
             shared = gathered(shared)[leader]
         if not self._leads:
             if shared is None:
                 raise OSError("the first process of this host has no place for it")
-            self._directory, self.facts, self.findings = shared
+            self._directory, self._facts, self._findings = shared
             self._stack.enter_context(compiling_in(self._directory))
+        self._program.report[self._options.name] = self._facts
+        self._program.findings.update(self._findings)
+
+    def _note(self, line: str) -> None:
+        self._program.notes.append(f"cached: {line}")
+
+    def _own_directory(self) -> Path:
+        """Make a directory inside the one that Inductor uses (the user's choice of disk), to compile in.
+
+        Only so is it known what belongs to a run. What an earlier run left in the usual directory would count as a hit
+        here and be missing on the next machine. Where other users could put code into Inductor's, it lies in the
+        temporary folder. It is removed when the process exits: compiled code may load a library when it runs for the
+        first time, later than the session. So this is not ``torch._inductor.utils.fresh_cache``.
+        """
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        usual: str | None = cache_dir()
+        if reason := distrust_of(os.path.realpath(str(usual))):
+            usual = None
+            self._note(f"compiles in {tempfile.gettempdir()} and not in Inductor's cache folder, because {reason}")
+        directory = Path(tempfile.mkdtemp(prefix="cached-", dir=usual))
+        made_by = os.getpid()
+
+        def remove() -> None:
+            if os.getpid() == made_by:  # not in a process that was forked from it
+                shutil.rmtree(directory, ignore_errors=True)
+
+        atexit.register(remove)
+        return directory
 
     def _fetch_and_load(self) -> None:
         self._counters, self._first_metric = _read_counters(), len(get_compilation_metrics())
@@ -104,17 +131,18 @@ class Session:
             reason = f"the store cannot be read: {reason_of(error)}"
         seconds = round(time.perf_counter() - began, 4)
         for bundle in self._loaded:
-            self.findings.update(bundle.manifest["findings"])
+            self._findings.update(bundle.manifest["findings"])
         names = {name for bundle in self._loaded for name in bundle.manifest["artifacts"]}
         size = sum(bundle.size for bundle in self._loaded)
-        self.facts.update(artifacts_loaded=len(names), bytes_loaded=size, load_seconds=seconds, refused=refused)
+        self._facts.update(artifacts_loaded=len(names), bytes_loaded=size, load_seconds=seconds, refused=refused)
         if self._loaded:
-            self.facts["state"] = "warm"
-            self.notes.append(f"{len(names)} artifacts ({size / MIB:.1f} MiB) loaded in {seconds:.2f} s from {url}")
-            self.notes.extend(f"not loaded: {each}" for each in refused)
+            self._facts["state"] = "warm"
+            self._note(f"{len(names)} artifacts ({size / MIB:.1f} MiB) loaded in {seconds:.2f} s from {url}")
+            for each in refused:
+                self._note(f"not loaded: {each}")
         else:
-            self.facts["reason"] = reason
-            self.notes.append(f"cold start: {reason} ({url})")
+            self._facts["reason"] = reason
+            self._note(f"cold start: {reason} ({url})")
 
     def _fetch(self) -> tuple[list[Bundle], list[str]]:
         store = self._options.store()
@@ -127,20 +155,20 @@ class Session:
                 refused.append(f"bundle {name[-12:]} refused: {reason}")
         return fetched, refused
 
-    def close(self, findings: dict[str, Any]) -> None:
-        """Compare with what was compiled, store what is new and ``findings``, and restore the usual directories."""
+    def close(self) -> None:
+        """Compare with what was compiled, store what is new, and restore the usual directories."""
         with self._stack:
             if not self._leads:
                 return
             try:
                 libraries = read_libraries(self._directory)
-                if self._has_new(libraries, findings):
-                    self._store(libraries, findings)
+                if self._has_new(libraries):
+                    self._store(libraries)
             except Exception as error:
-                self.facts["save_error"] = reason_of(error)
-                self.notes.append(f"nothing stored: {reason_of(error)} ({self._options.url_used})")
+                self._facts["save_error"] = reason_of(error)
+                self._note(f"nothing stored: {reason_of(error)} ({self._options.url_used})")
 
-    def _has_new(self, libraries: dict[str, bytes], findings: dict[str, Any]) -> bool:
+    def _has_new(self, libraries: dict[str, bytes]) -> bool:
         """Report what was compiled and what came from the cache; whether there is something to store."""
         now = {name: value - self._counters[name] for name, value in _read_counters().items()}
         # Others are probes of the processor, which a thread may have begun before the directory was ours.
@@ -148,30 +176,30 @@ class Session:
         built = len(kernels - {path for bundle in self._loaded for path in bundle.libraries})
         compiled = now["graph_misses"] + now["graph_bypasses"]
         anew = compiled_anew(self._first_metric) if compiled else []
-        self.facts.update(now, libraries_built=built, compiled_anew=anew)
+        self._facts.update(now, libraries_built=built, compiled_anew=anew)
         if not compiled + now["graph_hits"]:
-            self.facts.update(state="idle", reason="nothing was compiled by Inductor, which alone can be cached")
-            self.notes.append(f"nothing to cache: {self.facts['reason']}")
+            self._facts.update(state="idle", reason="nothing was compiled by Inductor, which alone can be cached")
+            self._note(f"nothing to cache: {self._facts['reason']}")
             return False
         if now["traces_bypassed"]:
-            self.notes.append(
+            self._note(
                 f"{now['traces_bypassed']} graphs are split into forward and backward anew at every start, torch "
                 'cannot cache that (TORCH_LOGS="torch._functorch._aot_autograd.autograd_cache" names the reasons)'
             )
         if self._loaded and compiled:
             more = f"; and {len(anew) - MAX_NAMED} more" if len(anew) > MAX_NAMED else ""
             reason = "; ".join(anew[:MAX_NAMED]) + more or "torch does not say which"
-            self.facts.update(state="partly", reason=reason)
-            self.notes.append(
-                f"loaded {self.facts['artifacts_loaded']} artifacts but {compiled} graphs were compiled anew: {reason}"
+            self._facts.update(state="partly", reason=reason)
+            self._note(
+                f"loaded {self._facts['artifacts_loaded']} artifacts but {compiled} graphs were compiled anew: {reason}"
             )
         elif self._loaded:
             timed = f", but {now['kernels_timed']} timings of kernels did not" if now["kernels_timed"] else ""
-            self.notes.append(f"warm start: all {now['graph_hits']} graphs came from the cache{timed}")
-        new = now["graph_misses"] or built or not findings.keys() <= self.findings.keys()
+            self._note(f"warm start: all {now['graph_hits']} graphs came from the cache{timed}")
+        new = now["graph_misses"] or built or not self._program.findings.keys() <= self._findings.keys()
         return bool(new or not self._loaded)
 
-    def _store(self, libraries: dict[str, bytes], findings: dict[str, Any]) -> None:
+    def _store(self, libraries: dict[str, bytes]) -> None:
         data, artifacts = b"", [f"library {path}" for path in libraries]
         if (saved := torch.compiler.save_cache_artifacts()) is not None:
             data = saved[0]
@@ -180,7 +208,7 @@ class Session:
             "fingerprint": self._fingerprint,
             "facts": self._program_facts,
             "artifacts": artifacts,
-            "findings": findings,
+            "findings": self._program.findings,
         }
         max_bytes = self._options.max_gib * 2**30
         if (size := len(data) + sum(map(len, libraries.values()))) > max_bytes:
@@ -199,10 +227,10 @@ class Session:
         began = time.perf_counter()
         size, evicted = within(self._options.timeout_seconds, write)
         seconds = round(time.perf_counter() - began, 4)
-        self.facts.update(
+        self._facts.update(
             artifacts_saved=len(artifacts), bytes_saved=size, save_seconds=seconds, bundles_evicted=evicted
         )
-        self.notes.append(
+        self._note(
             f"{len(artifacts)} artifacts ({size / MIB:.1f} MiB) stored at {self._options.url_used}"
             + (f"; {evicted} bundles evicted for max_gib" if evicted else "")
         )
@@ -231,33 +259,6 @@ def _read_counters() -> dict[str, int]:
             count for name, count in inductor.items() if re.fullmatch(r"benchmarking\.\w+\.benchmark_gpu", name)
         ),
     }
-
-
-def own_directory(notes: list[str]) -> Path:
-    """Make a directory inside the one that Inductor uses (the user's choice of disk), to compile in.
-
-    Only so is it known what belongs to a run. What an earlier run left in the usual directory would count as a hit here
-    and be missing on the next machine.
-
-    Where other users could put code into Inductor's, it lies in the temporary folder, and ``notes`` get a line.
-    It is removed when the process exits: compiled code may load a library when it runs for the first time, later than
-    the session. For that reason this is not ``torch._inductor.utils.fresh_cache``, which otherwise does the same.
-    """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    usual: str | None = cache_dir()
-    if reason := distrust_of(os.path.realpath(str(usual))):
-        usual = None
-        notes.append(f"compiles in {tempfile.gettempdir()} and not in Inductor's cache folder, because {reason}")
-    directory = Path(tempfile.mkdtemp(prefix="cached-", dir=usual))
-    made_by = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == made_by:  # not in a process that was forked from it
-            shutil.rmtree(directory, ignore_errors=True)
-
-    atexit.register(remove)
-    return directory
 
 
 def gathered(value: Any) -> list[Any]:

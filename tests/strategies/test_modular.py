@@ -111,7 +111,6 @@ def test_a_part_is_a_declared_name_a_path_or_a_path_with_wildcards(
         ),
         ({"encoder": "whole", "net": "off"}, r"all of 'encoder' is off because of 'net'"),
         ({"tail": "regional"}, r"parts\.tail: net\.tail holds no repeated blocks.*parts\.tail\.how=whole"),
-        ({"net.encoder.blocks": "whole"}, r"net\.encoder\.blocks is a ModuleList, which is never called itself"),
     ],
 )
 def test_what_cannot_be_compiled_as_asked_is_said_before_anything_is(
@@ -182,5 +181,7 @@ def test_a_module_that_declares_nothing_is_addressed_by_paths(graphs: list[Graph
     modular(layers="regional", head="whole").apply(program)
     assert regions_of(program) == ["layers.0", "layers.1", "head"]
     assert any("found repeated blocks in layers" in note for note in program.notes)
+    modular(layers="whole").apply(listed := Program(module=Stack(nn.ModuleList([Block(), Block()]))))
+    assert regions_of(listed) == ["layers.0", "layers.1"], "a list of modules is never called itself"
     with pytest.raises(ValueError, match=r"parts\.linear: .*near: layers\.0\.linear.*; the module declares no names"):
         modular(linear="whole").apply(Program(module=module))
