@@ -197,8 +197,7 @@ class Strategy:
 
     @property
     def helper(self) -> Strategy | None:
-        """``Background``, which says what a helper process may use that compiles for it beside the training; None where
-        none does so on this machine."""
+        """``Background``, where a helper process compiles for it beside the training on this machine; else None."""
         return None
 
     def check(self) -> None:
@@ -226,8 +225,7 @@ class Strategy:
         """Training is about to begin: ``program.optimizers`` are there, with their restored state."""
 
     def is_compiled(self, program: Program) -> bool:
-        """Whether something that it put in the place of torch's own still runs compiled, beside the program's regions
-        and captured steps."""
+        """Whether something of it runs compiled beside the program's regions and captured steps."""
         return self.stage is Stage.OPTIMIZER and self.name not in program.eager_parts
 
     def is_exact(self, program: Program) -> bool:

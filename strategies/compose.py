@@ -11,8 +11,7 @@ from strategies.base import Program, Strategy
 
 
 def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """Strategies by stage, then name. Raises ValueError when two of them claim one exclusive stage, and for what is no
-    strategy."""
+    """Strategies by stage, then name. Raises ValueError for two of one exclusive stage, and for what is no strategy."""
     given = list(strategies) if isinstance(strategies, Iterable) else [None]
     if not all(isinstance(one, Strategy) for one in given):
         raise ValueError(f"compile={strategies!r} is not a list of strategies, such as [Regional()]")
@@ -60,8 +59,7 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager(program: Program) -> Iterator[None]:
-    """Inside, everything runs as it was written: modules uncompiled, optimizers with torch's own step; nothing is
-    compiled, or lost."""
+    """Inside, everything runs as it was written, optimizers with torch's own step; nothing is compiled, or lost."""
     import torch
 
     from strategies.torch_patches import as_capturing

@@ -45,8 +45,7 @@ def is_recompile_limit(error: BaseException) -> bool:
 
 
 def is_double_backward(error: BaseException) -> bool:
-    """Whether a gradient was to be taken of a gradient (a gradient penalty), which AOTAutograd does not support, or
-    could have been."""
+    """Whether a gradient was to be taken of a gradient, or could have been, which AOTAutograd does not support."""
     return "does not currently support double backward" in str(error) or needs_kept_buffers(error)
 
 

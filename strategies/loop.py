@@ -50,16 +50,14 @@ class Restorable(Protocol):
 
     @property
     def lost(self) -> str | None:
-        """What a step would use up and nobody could put back, on any process; None where everything can be put back.
-        Every process asks."""
+        """What a step would use up and nobody could put back, on any process, or None. Every process asks."""
 
     def restore(self) -> None:
         """Put everything back; can be done any number of times."""
 
 
 class MicroBatch(Protocol):
-    """One micro-batch as the loop is about to run it: training step, zeroing, backward and, at the end of an
-    accumulation, clipping and optimizer."""
+    """One micro-batch about to run: training step, zeroing, backward and, where a step ends, clipping and optimizer."""
 
     batch: Any
     index: int
@@ -236,8 +234,7 @@ class Loop(Protocol):
         """The training step alone, on arguments as ``around_training_step`` gives them; its loss as in ``train``."""
 
     def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
-        """A validation step on ``batch`` in evaluation mode; returns what it returned. ``step="training_step"`` runs
-        the forward of that one so."""
+        """What the forward of ``step``, or of ``training_step``, returns on ``batch`` in evaluation mode."""
 
     # ---- standing around the loop's own steps
 

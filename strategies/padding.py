@@ -35,8 +35,7 @@ class Padding:
     multiple: int = 1
     """Every edge is a multiple of this; so is what a batch longer than the last edge is padded to."""
     choose_edges: Callable[[Sequence[int]], tuple[int, ...]] | None = None
-    """Lengths of the training examples to ascending edges; None: batches keep their composition and order, and are
-    only padded up to ``multiple``."""
+    """Lengths of the training examples to ascending edges; None: batches stay, only padded up to ``multiple``."""
     limit: int | None = None
     """Most positions that the model takes: nothing is padded beyond it, be it a multiple or not; None: ``tables``."""
     tables: tuple[int, ...] = ()

@@ -54,8 +54,7 @@ class Buckets(Strategy):
     on_recompile: str = "warn"
     """When a shape compiles after that: ``fail``, or ``warn``."""
     required: bool = True
-    """Whether a task that declares no tensor ragged is an error; false = the strategy leaves itself out there with a
-    note."""
+    """Whether a task that declares no tensor ragged is an error; false = the strategy is left out, with a note."""
 
     def __post_init__(self) -> None:
         for name in ("count", "multiple", "limit", "tokens_per_batch"):
@@ -72,8 +71,7 @@ class Buckets(Strategy):
                 raise ValueError(f"compile.buckets.edges={edges} must not be above compile.buckets.limit={self.limit}")
 
     def apply(self, program: Program) -> None:
-        """Say how batches are grouped and padded. Raises ValueError when no tensor is declared ragged, unless the
-        strategy may be left out."""
+        """Say how batches are grouped and padded. Raises ValueError when no tensor is declared ragged."""
         from strategies.padding import Padding, require_ragged, table_sizes
 
         if not program.ragged and not self.required:

@@ -237,7 +237,6 @@ def fitted(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None =
 
 
 def clear_of_64(edges: Sequence[int], *, multiple: int, limit: int | None = None) -> tuple[int, ...]:
-    """``edges`` with the next multiple, or the limit, in the place of each that is 64 modulo 128; one that is the limit
-    itself stays."""
+    """``edges``, each that is 64 modulo 128 moved up by ``multiple``, but not above ``limit``."""
     moved = {edge if edge % 128 != 64 else min(edge + multiple, limit or edge + multiple) for edge in edges}
     return tuple(sorted(moved))

@@ -83,7 +83,8 @@ class Cached(Strategy):
                 raise ValueError(f"compile.cached: {switch}={value} switches torch's caches off; unset it")
 
     def apply(self, program: Program) -> None:
-        from strategies.cached.session import Session, gathered, reason_of
+        from strategies.cached.session import Session, gathered
+        from strategies.errors import one_line
 
         session, failed = None, None
         try:
@@ -96,8 +97,8 @@ class Cached(Strategy):
                 raise failed or ValueError("another process cannot describe its model")
             session.open(places.index(session.place))
         except Exception as error:  # no place for a directory
-            program.report[self.name] = {"state": "cold", "reason": reason_of(error), "url": self.url_used}
-            program.notes.append(f"cached: cold start, and nothing will be stored: {reason_of(error)}")
+            program.report[self.name] = {"state": "cold", "reason": one_line(error), "url": self.url_used}
+            program.notes.append(f"cached: cold start, and nothing will be stored: {one_line(error)}")
             return
         program.kept[self.name] = session
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from strategies.cached.store import Bundle, Refused, distrust_of, read_libraries
-from strategies.credentials import hidden
+from strategies.errors import one_line
 from strategies.torch_patches import compiling_in
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ class Session:
                         file.write_bytes(data)
                     self._loaded.append(bundle)
                 except Exception as error:
-                    refused.append(f"bundle {bundle.name[-12:]} refused: {reason_of(error)}")
+                    refused.append(f"bundle {bundle.name[-12:]} refused: {one_line(error)}")
             reason = "; ".join(refused) or "nothing is stored yet for this model, these strategies and this machine"
         except Exception as error:
-            reason = f"the store cannot be read: {reason_of(error)}"
+            reason = f"the store cannot be read: {one_line(error)}"
         seconds = round(time.perf_counter() - began, 4)
         for bundle in self._loaded:
             self._findings.update(bundle.manifest["findings"])
@@ -165,8 +165,8 @@ class Session:
                 if self._has_new(libraries):
                     self._store(libraries)
             except Exception as error:
-                self._facts["save_error"] = reason_of(error)
-                self._note(f"nothing stored: {reason_of(error)} ({self._options.url_used})")
+                self._facts["save_error"] = one_line(error)
+                self._note(f"nothing stored: {one_line(error)} ({self._options.url_used})")
 
     def _has_new(self, libraries: dict[str, bytes]) -> bool:
         """Report what was compiled and what came from the cache; whether there is something to store."""
@@ -292,11 +292,6 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     if not wait([done], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return done.result()
-
-
-def reason_of(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {hidden(lines[0])[:300]}" if lines else type(error).__name__
 
 
 # ---- the fingerprint -------------------------------------------------------------------------------------------------

@@ -28,8 +28,7 @@ class CudaGraph(Strategy):
     headlines: ClassVar[tuple[str, ...]] = ("graphs", "replayed_steps", "eager_steps", "parity.verdict", "refused")
 
     required: bool = True
-    """Whether a machine without CUDA, or processes whose steps no graph can hold, are an error; false = it leaves
-    itself out, with a note."""
+    """Whether a machine or processes that can capture no step are an error; false = left out, with a note."""
 
     def check(self) -> None:
         import torch

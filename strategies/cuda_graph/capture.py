@@ -182,8 +182,7 @@ class StepGraphs:
         self._shapes: dict[Hashable, Shape] = {}
         self._kinds: set[Hashable] = set()
         self.warmed = False
-        """Then the first shape of a kind still runs before its capture; the others do not, for which there might be no
-        memory beside the graphs."""
+        """Then only the first shape of a kind runs before its capture: others may find no memory beside the graphs."""
         self.captures = self.replays = 0
         self.changes = 0
         """Times that a step's state on the host was a new one."""

@@ -29,8 +29,7 @@ _PURE = """builtins math cmath _operator itertools _functools functools _collect
 _struct _sre re _string _warnings _thread _weakref _typing typing _json _csv array _copy copyreg _contextvars _ast _stat
 _statistics _decimal sys gc _queue _imp _codecs _locale _weakrefset inspect random _random unicodedata"""
 PURE_STDLIB = frozenset(_PURE.split())
-"""Modules of the standard library whose C functions bring nothing from outside; the global generators are
-compared by state."""
+"""Modules whose C functions bring nothing from outside; the global generators are compared by state."""
 
 
 IGNORED = ("log", "log_dict")

@@ -91,8 +91,9 @@ class HostState:
                 undo = (lambda: None) if value.put is None else partial(value.put, value.expected)
                 yield Change(str(value), difference(str(value), value.expected, now), undo)
         for entry in self._contents:
-            if (entry[0] or entry[2]) and not is_unchanged(entry):  # most are empty: a module's hooks
-                yield Change(f"the entries of {entry[1]}", changed_entry(*entry), partial(refill, entry[0], entry[2]))
+            container, label, then = entry
+            if (container or then) and (how := changed_entry(*entry)) is not None:  # most are empty: a module's hooks
+                yield Change(f"the entries of {label}", how, partial(refill, container, then))
         for (_, what), then, now in zip(self._tensors, self._prints, self._fingerprints(), strict=True):
             if now != then:
                 how = f"{what} has another storage, shape, requires_grad or hook than before"
@@ -155,9 +156,13 @@ def refill(container: Any, entries: Any) -> None:
         (container.update if isinstance(container, set) else container.extend)(entries)
 
 
-def changed_entry(container: Any, label: str, then: Any) -> str:
-    """The first entry of a container that is not what it was."""
+def changed_entry(container: Any, label: str, then: Any) -> str | None:
+    """The first entry of a container that is not what it was, in words; None where all are."""
+    if isinstance(container, set) and container == then:
+        return None
     now = entries_of(container)
+    if len(now) == len(then) and (all(map(is_, now, then)) or all(map(same, now, then))):
+        return None
     if isinstance(then, tuple) and len(now) == len(then):
         half = len(then) // 2 if isinstance(container, Mapping) else 0
         for place, (new, old) in enumerate(zip(now, then, strict=True)):
@@ -165,15 +170,6 @@ def changed_entry(container: Any, label: str, then: Any) -> str:
                 key = now[place - half] if half else place
                 return difference(f"{label}[{key!r}]" if isinstance(key, PLAIN) else label, old, new)
     return f"{label} has other entries than before" if then else f"{label} was empty"
-
-
-def is_unchanged(entry: tuple[Any, str, Any]) -> bool:
-    """Whether a container holds the entries that it held."""
-    container, _, then = entry
-    if isinstance(container, set):
-        return bool(container == then)
-    now = entries_of(container)
-    return len(now) == len(then) and (all(map(is_, now, then)) or all(map(same, now, then)))
 
 
 fingerprint = attrgetter("shape", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
