@@ -234,7 +234,7 @@ class Loop(Protocol):
         """The training step alone, on arguments as ``around_training_step`` gives them; its loss as in ``train``."""
 
     def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
-        """What the forward of ``step``, or of ``training_step``, returns on ``batch`` in evaluation mode."""
+        """What ``validation_step``, or the forward of ``training_step``, returns on ``batch`` in evaluation mode."""
 
     # ---- standing around the loop's own steps
 
