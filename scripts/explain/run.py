@@ -31,7 +31,7 @@ from strategies.errors import is_compile_error, one_line
 from trainer.auto import refuse_choice
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile, CompiledNothing
-from trainer.guards.rollback import throwaway, throwaway_trainer
+from trainer.loops.lightning import throwaway_trainer
 from trainer.process import process_settings
 from trainer.settings import Config
 from trainer.sweep.environment import described
@@ -183,7 +183,20 @@ def training(
     ``callbacks`` makes Lightning's of the first, in their order; ``options`` are further ones of ``TrainerConfig``.
     Raises ValueError for what a run would refuse.
     """
-    tried = throwaway(config, strategies, **options)
+    settings = dataclasses.replace(
+        config.trainer, devices=1, strategy="auto", measure_peak=False, progress="none", **options
+    )
+    tried = dataclasses.replace(
+        config,
+        compile={strategy.name: strategy for strategy in strategies},
+        trainer=settings,
+        parity="off",
+        on_compile_error="fail",
+        on_slower="warn",
+        resume=None,
+        repeat=None,
+        profile="off",
+    )
     with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="steps-") as folder:
         compile_ = compile_callback(tried, described(tried, []))
         L.seed_everything(config.seed, verbose=False)

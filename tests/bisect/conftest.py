@@ -18,7 +18,7 @@ from strategies import Whole
 from tests.bisect import planted
 from tests.bisect.trained import Trained, loader
 from trainer.callback import Compile
-from trainer.guards.rollback import throwaway_trainer
+from trainer.loops.lightning import throwaway_trainer
 
 Searched = Callable[..., Report]
 

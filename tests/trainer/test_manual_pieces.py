@@ -183,9 +183,11 @@ def test_only_what_a_region_draws_counts() -> None:
 
 
 def test_seconds_are_those_of_one_optimizer_step() -> None:
-    loop: Any = SimpleNamespace(device=torch.device("cpu"), broadcast=lambda value: value, span=Span(steps=10**9))
     calls: list[int] = []
-    sample = take_sample(loop, Program(module=nn.Linear(1, 1)), lambda: calls.append(1), pairs=5)
+    loop: Any = SimpleNamespace(
+        device=torch.device("cpu"), broadcast=lambda value: value, span=Span(steps=10**9), step=calls.append
+    )
+    sample = take_sample(loop, Program(module=nn.Linear(1, 1)), 1, pairs=5)
     assert len(calls) == 2 * 2 * 5
     assert sample.eager_median < 1e-9
 

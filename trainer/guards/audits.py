@@ -93,8 +93,6 @@ class Audits:
         self._checkpoints: dict[str, int] = {}
         """Those that the training writes, and the one that it was resumed from, with their steps."""
         self._undo.callback(loop.around_save(lambda path: self._checkpoints.update({path: loop.steps_done})))
-        self._sample: list[torch.nn.Parameter] = []
-        """Parameters whose update is compared."""
         self._never: dict[str, str] = {}
         self._settles: bool | None = None
         why_not = "manual optimization" if loop.manual else loop.why_not_apart()
@@ -105,16 +103,14 @@ class Audits:
         names = {id(parameter): name for name, parameter in loop.module.named_parameters()}
         self._optimizer = loop.optimizers[0]
         self._update = UpdateSample(self._optimizer, names, program)
-        self._sample = self._update.parameters
         if capture is not None:
-            capture.sample = self._sample
+            capture.sample = self._update.parameters
         if self._update.reason is not None:
             self._never["update"] = self._update.reason
-        self._first, self._schedule = loop.steps_done, Schedule(loop)
+        self._schedule = Schedule(loop)
         self._undo.callback(loop.around_micro_batches(self._around))
 
     def release(self) -> None:
-        """Give the loop its own way to run a micro-batch back."""
         self._undo.close()
 
     def _around(self, micro_batch: MicroBatch) -> AbstractContextManager[dict[str, Any]] | None:
@@ -180,10 +176,8 @@ class Audits:
                 self._update.keep()
 
         def after_update() -> None:
-            overflowed = getattr(self._optimizer, "found_inf", None)  # a fused step is called with it, and does nothing
             with auditing():
-                if overflowed is None or not overflowed.item():
-                    self._compare_update(pair)
+                self._compare_update(pair)
 
         if self._program.captures_steps:
             before(micro_batch.arguments)
@@ -204,7 +198,8 @@ class Audits:
             self.facts.not_compared.setdefault("update", "no step of the optimizer was seen under the gradient scaler")
 
     def _eager_forward(self, arguments: Mapping[str, Any]) -> EagerSeen:
-        return eager_forward(self._loop, self._program, arguments, self._sample, gradients=self._gradients)
+        sample = self._update.parameters
+        return eager_forward(self._loop, self._program, arguments, sample, gradients=self._gradients)
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
@@ -214,17 +209,18 @@ class Audits:
         if pair.eager is None or pair.eager.wrote:
             self._leave_out(("update",), "training_step itself may change weights, within a captured step")
         if micro_batch.begins:
-            for parameter in self._sample:  # as zero_grad does next; a replay leaves old ones where they are
+            for parameter in self._update.parameters:  # as zero_grad does next; a replay leaves old ones where they are
                 parameter.grad = None
 
     def _compare_update(self, pair: Pair) -> None:
-        if "update" in self._never:
+        overflowed = getattr(self._optimizer, "found_inf", None)  # a fused step is called with it, and does nothing
+        if "update" in self._never or (overflowed is not None and overflowed.item()):
             return
         given: Sequence[Tensor | None] | None = None
         if self._program.captures_steps and self._capture is not None:
             given = self._capture.gradients
         if given is None:
-            given = [parameter.grad for parameter in self._sample]
+            given = [parameter.grad for parameter in self._update.parameters]
         if all(gradient is None for gradient in given):
             where = (
                 "a captured step keeps its gradients to itself" if self._program.captures_steps else "they were cleared"
@@ -330,22 +326,19 @@ class Audits:
         reason = "; ".join(complaints) or "another process found it so"
         clean = self.facts.last_clean_step
         since = f"the audit of step {clean} was clean" if clean is not None else "no audit before was clean"
-        good = self._last_checkpoint(self._first if clean is None else clean)
+        until = self._schedule.first if clean is None else clean
+        there = [(step, path) for path, step in self._checkpoints.items() if step <= until and Path(path).exists()]
+        good = f"{max(there)[1]} (step {max(there)[0]})" if there else "none yet"
         return ParityError(
             f"parity={self._mode}: step {self._number} is not eager's: {reason}; {since}. Last good checkpoint: "
-            f"{good or 'none yet'}. Resume from it without the strategy at fault, or with on_difference=eager; "
+            f"{good}. Resume from it without the strategy at fault, or with on_difference=eager; "
             "parity=off audits nothing"
         )
-
-    def _last_checkpoint(self, step: int) -> str | None:
-        """Path and step of the last one written at or before ``step`` that is still there."""
-        there = [(saved, path) for path, saved in self._checkpoints.items() if saved <= step and Path(path).exists()]
-        return f"{max(there)[1]} (step {max(there)[0]})" if there else None
 
     @property
     def _number(self) -> int:
         """The step under way, counted as ``steps_done`` is."""
-        return self._first + self._schedule.steps
+        return self._schedule.first + self._schedule.steps
 
     def _leave_out(self, kinds: Sequence[str], reason: str) -> None:
         self._never = {**dict.fromkeys(kinds, reason), **self._never}
@@ -383,7 +376,7 @@ class Schedule:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._first = loop.steps_done
+        self.first = loop.steps_done
         self.steps = 0
         """Optimizer steps begun in this training, the one under way included."""
         self._next = 1.0
@@ -394,10 +387,8 @@ class Schedule:
     def due(self, batch: Any, *, later: bool = False) -> bool:
         """Count a step on ``batch`` that begins; returns whether it is to be audited, which ``later`` puts off."""
         self.steps += 1
-        if later:
-            return False
-        new = self._is_new(batch)
-        if self.steps < self._next and not new:
+        new = not later and self._is_new(batch)
+        if later or (self.steps < self._next and not new):
             return False
         self._started = time.perf_counter()
         self._began = self._began or self._started
@@ -421,7 +412,7 @@ class Schedule:
             return
         cost, step_seconds = spent - before, max(1e-9, (self._started - at) / max(1, steps - last))
         left, planned = SHARE * (now - self._began) - spent, self._loop.steps_planned
-        remaining = -1 if planned is None else planned - self._first - steps
+        remaining = -1 if planned is None else planned - self.first - steps
         if remaining >= 0:
             left += SHARE * remaining * step_seconds
             # Evenly over what remains, but sooner at first: most of what goes wrong goes wrong early.

@@ -21,14 +21,8 @@ from torch import Tensor
 MULTIPLES = {"on": 6.0, "strict": 3.0}
 """How many times eager's own noise the compiled step may be away."""
 
-UNITS = {
-    "bf16-mixed": 2.0**-9,
-    "bf16-true": 2.0**-9,
-    "16-mixed": 2.0**-12,
-    "16-true": 2.0**-12,
-    "64-true": 2.0**-53,
-}
-"""Rounding error of one operation, relative, by Lightning's name of the precision; otherwise ``SINGLE``."""
+UNITS = {"bf16": 2.0**-9, "16": 2.0**-12, "64": 2.0**-53}
+"""Rounding error of one operation, relative, by how Lightning's name of the precision begins; else ``SINGLE``."""
 SINGLE, TF32 = 2.0**-24, 2.0**-11
 BY_CUDNN = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)
 
@@ -52,8 +46,9 @@ def rounding_unit(precision: str, device: torch.device, module: torch.nn.Module)
     Whatever matrix products do, cuDNN may round to TF32, and need not in another memory format, as compilers choose it:
     https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
-    if precision in UNITS or device.type != "cuda":
-        return UNITS.get(precision, SINGLE)
+    lower_or_double = UNITS.get(precision.partition("-")[0])
+    if lower_or_double is not None or device.type != "cuda":
+        return lower_or_double or SINGLE
     tf32 = torch.get_float32_matmul_precision() != "highest" or (
         torch.backends.cudnn.allow_tf32 and any(isinstance(one, BY_CUDNN) for one in module.modules())
     )
@@ -341,34 +336,32 @@ def around_steps(
     An optimizer that is given a closure evaluates it within its step: ``before`` then comes after that. Not by hooks:
     gradients are clipped elsewhere for an optimizer that has some.
     """
-    with contextlib.ExitStack() as steps:
-        for optimizer in optimizers:
-            steps.enter_context(patch.object(optimizer, "step", _observed(optimizer, before, after)))
-        yield
 
+    def observed(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        stepped: Callable[..., Any] = optimizer.step
 
-def _observed(
-    optimizer: torch.optim.Optimizer, before: Callable[[torch.optim.Optimizer], Any], after: Callable[[], Any]
-) -> Callable[..., Any]:
-    stepped: Callable[..., Any] = optimizer.step
+        @functools.wraps(stepped)  # with the mark by which schedulers know it
+        def step(*given: Any, **named: Any) -> Any:
+            closure = given[0] if given else named.get("closure")
 
-    @functools.wraps(stepped)  # with the mark by which schedulers know it
-    def step(*given: Any, **named: Any) -> Any:
-        closure = given[0] if given else named.get("closure")
+            def evaluated() -> Any:
+                result = closure() if closure is not None else None
+                before(optimizer)
+                return result
 
-        def evaluated() -> Any:
-            result = closure() if closure is not None else None
-            before(optimizer)
+            if closure is None:
+                evaluated()
+            elif given:
+                given = (evaluated, *given[1:])
+            else:
+                named = {**named, "closure": evaluated}
+            result = stepped(*given, **named)
+            after()
             return result
 
-        if closure is None:
-            evaluated()
-        elif given:
-            given = (evaluated, *given[1:])
-        else:
-            named = {**named, "closure": evaluated}
-        result = stepped(*given, **named)
-        after()
-        return result
+        return step
 
-    return step
+    with contextlib.ExitStack() as steps:
+        for optimizer in optimizers:
+            steps.enter_context(patch.object(optimizer, "step", observed(optimizer)))
+        yield

@@ -15,7 +15,7 @@ import copy
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,11 +33,13 @@ from trainer.guards.compare import TENSOR_FLOOR, Comparison, Tensors, displaced,
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state
 from trainer.telemetry.record import AuditDifference
 
-FEW, MANY = 4, 16
-"""Steps of each arm that are looked at first, and before a difference counts."""
-SUSPECT, CERTAIN = 6.0, 7.0
-"""Standard errors that two means may be apart, of few and of many steps: with 30 degrees of freedom, a difference of 7
-comes by chance once in ten million."""
+LIMITS = {4: 6.0, 16: 7.0}
+"""Standard errors that two means may be apart, by the steps of each arm: few are looked at first, many before a
+difference counts. With 30 degrees of freedom, a difference of 7 comes by chance once in ten million."""
+SAYS_NOTHING = 0.05
+"""Tolerance, relative, beyond which a comparison of losses is none."""
+SEED = 2**31 - 1
+"""Seeds of the calibration count from here, far from the seeds that people choose."""
 PASSES = 5
 """Passes of eager in eval mode, a rounding off, before a difference counts; the first two are enough for most."""
 MAX_ELEMENTS = 1 << 20
@@ -151,15 +153,7 @@ def region_draws(program: Program) -> Iterator[list[str]]:
 
 
 def compare_evaluation(
-    loop: Loop,
-    program: Program,
-    snapshot: Snapshot,
-    batch: Any,
-    *,
-    multiple: float,
-    unit: float,
-    seed: int,
-    says_nothing: float,
+    loop: Loop, program: Program, snapshot: Snapshot, batch: Any, multiple: float, unit: float
 ) -> tuple[list[str], dict[str, Any]]:
     """Compare forwards in eval mode, each of which begins from ``snapshot``, on all processes alike; returns complaints
     and facts, ``reason`` among these where nothing was compared.
@@ -192,7 +186,7 @@ def compare_evaluation(
         parameters = [one for one in loop.module.parameters() if one.is_floating_point()]
         for sample in range(PASSES):
             snapshot.restore()
-            with eager(program), displaced(parameters, unit, seed + sample):
+            with eager(program), displaced(parameters, unit, SEED + sample):
                 again, _ = _losses(loop, batch, step)
             comparison.noise.append(comparison.distances({"loss": again}))
             if sample and not loop.anywhere(bool((apart > comparison.tolerances("loss")).any())):
@@ -201,7 +195,7 @@ def compare_evaluation(
         name, difference, tolerance, beyond = comparison.worst("loss", apart)
         loss = {"name": name, "eager": float(reference[name]), "difference": difference, "tolerance": tolerance}
         facts = {"step": step, "loss": loss}
-        if loop.anywhere(tolerance > says_nothing):
+        if loop.anywhere(tolerance > SAYS_NOTHING):
             return [], {"reason": f"{step} differs so much from itself in eager that errors would not show", **facts}
         line = (
             f"in eval mode, {name} of {step} is {difference:.2e} of eager's {loss['eager']:.6g} away from it, "
@@ -244,7 +238,6 @@ def _losses(loop: Loop, batch: Any, step: str) -> tuple[dict[str, Tensor], str]:
 # ---- steps under several seeds ---------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
 class Draws:
     """Losses and gradients of steps under several seeds, of eager and compiled, each as a few numbers.
 
@@ -252,31 +245,30 @@ class Draws:
     step, and its distance from it: scale, direction and spread.
     """
 
-    names: Sequence[str]
-    unit: float
-    losses: dict[str, list[float]] = field(default_factory=lambda: {"eager": [], "compiled": []})
-    figures: dict[str, list[Tensor]] = field(default_factory=lambda: {"eager": [], "compiled": []})
-    """``(tensors, 3)`` of each step."""
-    _first: list[Tensor] | None = None
-    _sizes: Tensor = field(default_factory=lambda: torch.empty(0))
-    _least: Tensor | None = None
+    def __init__(self, names: Sequence[str], unit: float) -> None:
+        self._names, self._unit = names, unit
+        self._losses: dict[str, list[float]] = {"eager": [], "compiled": []}
+        self._figures: dict[str, list[Tensor]] = {"eager": [], "compiled": []}
+        """``(tensors, 3)`` of each step."""
+        self._first: list[Tensor] | None = None
+        self._sizes = self._least = torch.empty(0)
 
     @torch.no_grad()
     def add(self, arm: str, loss: float, tensors: Sequence[Tensor]) -> None:
         """A step of ``arm``; the very first one, of eager, is what the others are measured by."""
         if self._first is None:
             self._first = [tensor.detach().float().clone() for tensor in tensors]
-            self._sizes = sizes = norms(self._first)
+            self._sizes = norms(self._first)
             counts = torch.tensor([float(tensor.numel()) for tensor in self._first])
-            self._least = float(sizes.norm()) / math.sqrt(max(1.0, float(counts.sum()))) * counts.sqrt()
+            self._least = float(self._sizes.norm()) / math.sqrt(max(1.0, float(counts.sum()))) * counts.sqrt()
             return
         now = [tensor.detach().float() for tensor in tensors]
         pairs = list(zip(now, self._first, strict=True))
         along = on_host([(one * first).sum() for one, first in pairs])
         lengths = along / torch.where(self._sizes > 0, self._sizes, torch.ones_like(self._sizes))
         found = torch.stack([norms(now), lengths, norms([one - first for one, first in pairs])], dim=1)
-        self.losses[arm].append(loss)
-        self.figures[arm].append(found.double().reshape(-1, 3))
+        self._losses[arm].append(loss)
+        self._figures[arm].append(found.double().reshape(-1, 3))
 
     def complaints(self, limit: float, loss: float, gradients: Tensor) -> tuple[list[str], dict[str, Any]]:
         """What cannot be chance (beyond ``limit`` standard errors), in words, and figures for the record.
@@ -284,32 +276,33 @@ class Draws:
         ``loss`` and ``gradients``, ``(parameters,)``, are the relative differences that rounding alone explains, which
         more seeds do not average out; buffers are allowed the median.
         """
-        eager, compiled = self.losses["eager"], self.losses["compiled"]
+        eager, compiled = self._losses["eager"], self._losses["compiled"]
         found: list[str] = []
         figures: dict[str, Any] = {"steps": len(eager)}
         if all(map(math.isfinite, [*eager, *compiled])):
             spread = math.sqrt((statistics.variance(eager) + statistics.variance(compiled)) / len(eager))
             mean, other = statistics.fmean(eager), statistics.fmean(compiled)
-            allowed = limit * spread + max(16 * self.unit, loss) * abs(mean)
+            allowed = limit * spread + max(16 * self._unit, loss) * abs(mean)
             figures["loss"] = {"eager": mean, "compiled": other, "tolerance": allowed / (abs(mean) or 1.0)}
             if abs(mean - other) > allowed:
                 found.append(f"mean loss {other:.6g} under {len(eager)} seeds, eager's is {mean:.6g} +- {spread:.2g}")
             if len(set(compiled)) == 1 < len(set(eager)):
                 found.append("its loss does not depend on the random numbers, eager's does")
-        one, two = (torch.stack(self.figures[arm]) for arm in ("eager", "compiled"))
+        one, two = (torch.stack(self._figures[arm]) for arm in ("eager", "compiled"))
         apart, scale = (one.mean(0) - two.mean(0)).abs(), torch.maximum(one.abs().mean(0), two.abs().mean(0))
         error = ((one.var(0) + two.var(0)) / 2 * (2 / len(one))).sqrt()
-        assert self._least is not None
-        buffers = len(self.names) - len(gradients)
+        buffers = len(self._names) - len(gradients)
         rounding = torch.cat([gradients, gradients.nanmedian().expand(buffers)]) if len(gradients) else gradients
-        rounding = rounding.double().nan_to_num(nan=math.inf).clamp(min=16 * self.unit)[:, None]
+        rounding = rounding.double().nan_to_num(nan=math.inf).clamp(min=16 * self._unit)[:, None]
         floor = rounding * torch.maximum(scale, self._least[:, None].double())
         beyond = apart / (limit * error + floor).clamp(min=1e-300)
         beyond = torch.where(apart == 0, torch.zeros_like(beyond), beyond.nan_to_num(nan=0.0))
         if beyond.numel() and float(beyond.max()) > 1:
             worst = int(beyond.amax(1).argmax())
             what = ("length", "direction", "spread")[int(beyond[worst].argmax())]
-            found.append(f"{what} of the gradient or the change of {self.names[worst]!r} is not eager's under any seed")
+            found.append(
+                f"{what} of the gradient or the change of {self._names[worst]!r} is not eager's under any seed"
+            )
         return found, figures
 
 
@@ -403,12 +396,8 @@ def _why_not(optimizer: Any) -> str | None:
         return "Muon computes in bfloat16, whatever the weights are"
     if has_another_step(optimizer):
         return f"the step of {kind.__name__} was replaced"
-    if (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    ):
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
         return f"hooks run within the step of {kind.__name__}"
     return None
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -70,7 +69,7 @@ class Guards:
         self._chosen = chosen
         self._steps = 0
         self._lazy = ""
-        self._begun = self._stepped = self._verified = self._waits = False
+        self._begun = self._verified = False
         self._eagerly = contextlib.ExitStack()
         self.rollback = Rollback(self._guarding.on_compile_error, loop, program, telemetry.compiler)
         self.rollback.trained = trained
@@ -89,7 +88,7 @@ class Guards:
         if not self._begun:
             if (preflight.wanted or program.regions) and self._waits_for_parameters():
                 return
-            self._begun, self._waits = True, False
+            self._begun = True
             if preflight.wanted:
                 with self._telemetry.preflight():
                     self._run_preflight(batch)
@@ -146,14 +145,13 @@ class Guards:
     def after_batch(self, *, stepped: bool) -> None:
         """A training batch is through. Raises CompiledNothing after the first step, RecompileError after warming."""
         self._eagerly.close()
-        stepped = stepped and not self._waits
-        if stepped and self._steps < CHANCES and self._record.regions:  # which is the same on all processes
-            self._steps += 1
-            if self._steps in (1, CHANCES):
-                self.rollback.check()
-                self._verify(last=self._steps == CHANCES)
-        if stepped and not self._stepped:
-            self._stepped = self.rollback.trained = True
+        stepped = stepped and self._begun
+        self._steps += stepped
+        if stepped and self._steps in (1, CHANCES) and self._record.regions:  # which is the same on all processes
+            self.rollback.check()
+            self._verify(last=self._steps == CHANCES)
+        if stepped and self._steps == 1:
+            self.rollback.trained = True
             if self._lock is not None:
                 self._lock.close()
                 self._telemetry.reporter.recompiles = False
@@ -173,12 +171,12 @@ class Guards:
     def finish(self) -> None:
         """The training is over, one way or another: note what was to be compiled and was not."""
         self._eagerly.close()
-        if self._waits:
+        if self._lazy and not self._begun:
             reason = f"{self._lazy} got no shape in this training"
             self._preflight.skip(reason)
-        if self._waits and self._program.regions:
-            self.rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
-        if not self._stepped:
+            if self._program.regions:
+                self.rollback.give_up(list(self._program.regions), reason, because="nn.Lazy modules")
+        if not self._steps:
             return
         self.rollback.check()
         self._check_joined()
@@ -186,7 +184,7 @@ class Guards:
             self._program.report.setdefault("slowdown", {})["short_of_time"] = True
         there = dict(self._program.module.named_modules(remove_duplicate=False))
         if gone := [one.path for one in self._program.regions if there.get(one.path) is not one.module]:
-            self._warn(f"{', '.join(gone)}: no longer in the module; what took the place of a region ran eager")
+            self.rollback.warn(f"{', '.join(gone)}: no longer in the module; what took the place of a region ran eager")
         missing = self._not_compiled()
         self._program.eager_parts.update(missing)
         if missing and not self._verified:
@@ -216,7 +214,6 @@ class Guards:
             self._lazy = f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''}"
             line = f"{self._lazy}: no shape before the first call (nn.Lazy modules), so the first batch runs eager"
             self._program.notes.append(line)
-        self._waits = True
         self._eagerly.enter_context(eager(self._program))
         return True
 
@@ -239,7 +236,7 @@ class Guards:
             line += f"; on_slower=eager: {len(undone)} regions go on eager"
             self._program.report["slowdown"]["rolled_back"] = undone
             self._telemetry.compiler.events.append(Event(kind="fallback", reason=line, step=self._loop.steps_done))
-        self._warn(line)
+        self.rollback.warn(line)
 
     # ---- nothing compiled ------------------------------------------------------------------------------------------
 
@@ -251,7 +248,7 @@ class Guards:
                     part = f"{path}.{name}".lstrip(".")
                     reason = "joined the module while it trained and runs eager: what is compiled is chosen before"
                     self._program.eager_parts[part] = reason
-                    self._warn(f"{part}: {reason}")
+                    self.rollback.warn(f"{part}: {reason}")
                 known.add(child)
 
     def _verify(self, *, last: bool) -> None:
@@ -289,11 +286,9 @@ class Guards:
         return missing
 
     def _warn_missing(self, missing: dict[str, str]) -> None:
-        self._warn(f"{self._record.label}: not compiled in {self._steps} optimizer steps, {_by_reason(missing)}")
-
-    def _warn(self, line: str) -> None:
-        self._program.notes.append(line)
-        rank_zero_warn(line)
+        self.rollback.warn(
+            f"{self._record.label}: not compiled in {self._steps} optimizer steps, {_by_reason(missing)}"
+        )
 
 
 def _by_reason(missing: dict[str, str]) -> str:

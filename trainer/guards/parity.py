@@ -37,7 +37,7 @@ from trainer.guards.compare import (
     rounding_unit,
     without_autocast,
 )
-from trainer.guards.eager import CERTAIN, FEW, MANY, SUSPECT, Draws, compare_evaluation, region_draws
+from trainer.guards.eager import LIMITS, SAYS_NOTHING, SEED, Draws, compare_evaluation, floating_buffers, region_draws
 from trainer.guards.snapshot import Snapshot, drew_random_numbers, random_state, set_random_state
 
 STEPS = 3
@@ -50,8 +50,6 @@ LATER_SLACK = 16.0
 do not, by which gradients of a 277 M parameter captioner under bf16 came out 0.8% apart."""
 MORE_SAMPLES = 4
 """Runs by which the calibration is widened before a difference counts: one sample may be small by chance."""
-SAYS_NOTHING = 0.05
-"""Tolerance, relative, beyond which a comparison of losses is none."""
 ROUGH_UNIT = 2.0**-9
 """Rounding of gradients, relative, by which optimizers are calibrated that may work in bfloat16, as Muon does."""
 EXACT, ROUGH = 5e-5, TENSOR_FLOOR
@@ -59,8 +57,6 @@ EXACT, ROUGH = 5e-5, TENSOR_FLOOR
 lower precision inside. Where a beta of 0.999 is a tensor in single precision, 1 - beta alone is 1.3e-5 off."""
 See = Callable[[int, Tensor, list[Tensor]], None]
 """Is shown the number of a step, its losses and gradients."""
-SEED = 2**31 - 1
-"""Seeds of the calibration count from here, far from the seeds that people choose."""
 
 
 class ParityGate:
@@ -112,10 +108,8 @@ class ParityGate:
         seen, left = self._seen(batch)
         self._calibrate(batch, 0)
         complaints, figures = self._verdict(seen, left)
-        across = False
-        if draws and self._loop.anywhere(bool(complaints)):
-            # Inductor draws other random numbers than eager: then the spread between seeds is what tells.
-            across = True
+        across = draws and self._loop.anywhere(bool(complaints))
+        if across:  # Inductor draws other random numbers than eager: then the spread between seeds is what tells
             complaints, facts = self._left.verdict({kind: left[kind] for kind in ("weights", "optimizer_state")})
             different, spread = self._across_seeds(batch)
             complaints += different
@@ -128,11 +122,7 @@ class ParityGate:
         vague = self._loop.anywhere(self._vague(figures, across))
         if not self._loop.anywhere(bool(complaints)) and (vague or self._loop.validates):
             complaints, figures["evaluation"] = compare_evaluation(
-                *(self._loop, self._program, self._snapshot, batch),
-                multiple=self._multiple,
-                unit=self._unit,
-                seed=SEED,
-                says_nothing=SAYS_NOTHING,
+                self._loop, self._program, self._snapshot, batch, self._multiple, self._unit
             )
             vague &= "reason" in figures["evaluation"]
         failed = self._loop.anywhere(bool(complaints))
@@ -224,12 +214,6 @@ class ParityGate:
         for comparison, one in zip([*self._steps, self._left], [*found, left], strict=True):
             comparison.noise.append(one)
 
-    def _take(self, parameters: list[Tensor]) -> dict[Tensor, Tensor]:
-        """Keep the gradients that an optimizer of the reference is about to take; returns them."""
-        taken = {one: self._snapshot.copy(gradient_of(one)) for one in parameters if one.grad is not None}
-        self._taken.append(taken)
-        return taken
-
     @torch.no_grad()
     def _give(self, blurred_by: int | None) -> None:
         """Replace the gradients that an optimizer is about to take by those of the reference."""
@@ -265,11 +249,11 @@ class ParityGate:
             if exact:
                 apart.enter_context(without_autocast() if self._lowered else doubled(self._loop.module))
 
-        def exchange(of: list[Tensor]) -> dict[Tensor, Tensor]:
+        def exchange(of: list[Tensor]) -> None:
             if take:
-                return self._take(of)
-            self._give(blurred_by)
-            return {}
+                self._taken.append({one: self._snapshot.copy(gradient_of(one)) for one in of if one.grad is not None})
+            else:
+                self._give(blurred_by)
 
         if self._loop.manual:
             losses: list[Tensor] = []
@@ -294,8 +278,9 @@ class ParityGate:
             if calls == 1 and not take:
                 see(number, loss, [gradient_of(one) for one in parameters])
             apart.close()
-            taken = exchange(parameters)
+            exchange(parameters)
             if calls == 1 and take:
+                taken = self._taken[-1]
                 own = [taken[one] if one in taken else self._snapshot.copy(torch.zeros_like(one)) for one in parameters]
                 see(number, loss, own)
 
@@ -333,24 +318,23 @@ class ParityGate:
         return [*complaints, *more], {**figures, **facts, "compared_step": wrong + 1}
 
     def _across_seeds(self, batch: Any) -> tuple[list[str], dict[str, Any]]:
-        buffers = dict(self._loop.module.named_buffers())
-        moving = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        moving = floating_buffers(self._loop.module)
         draws = Draws([*self._named, *moving], self._unit)
         with eager(self._program):
             self._draw(batch, draws, "eager", moving, 0)
-        number = 1
+        number, most = 1, max(LIMITS)
         complaints: list[str] = []
         figures: dict[str, Any] = {}
-        for many, limit in ((FEW, SUSPECT), (MANY, CERTAIN)):
-            while number <= many:
+        for steps, limit in LIMITS.items():
+            while number <= steps:
                 with eager(self._program):
                     self._draw(batch, draws, "eager", moving, number)
-                self._draw(batch, draws, "compiled", moving, MANY + number)
+                self._draw(batch, draws, "compiled", moving, most + number)
                 number += 1
             loss = max(one.tolerance("loss") for one in self._steps)
             gradients = torch.stack([one.tolerances("gradients") for one in self._steps]).amax(0)
             complaints, figures = draws.complaints(limit, loss, gradients)
-            if many == MANY or not self._loop.anywhere(bool(complaints)):
+            if steps == most or not self._loop.anywhere(bool(complaints)):
                 break
             for sample in range(MORE_SAMPLES):
                 self._calibrate(batch, 1 + sample)

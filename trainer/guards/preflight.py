@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from strategies.padding import Padding
 
 Value = TypeVar("Value")
+
+NOT_COMPARED = "the compiled step was not compared with eager's"
 
 REPLAYED_FROM = 3
 """Passes until Inductor's CUDA graphs are replayed: one to warm up, one to record, one to replay."""
@@ -84,7 +87,7 @@ class Preflight:
                 if lost := snapshot.lost:
                     reason = f"{lost}, so that nothing may be run before the first step"
                     self._report_parity("not compared", reason)
-                    self._warn_not_compared(reason)
+                    self._rollback.warn(f"{NOT_COMPARED}: {reason}")
                     return
                 self._run(batch, snapshot)
         except SkippedStep as skipped:
@@ -118,31 +121,30 @@ class Preflight:
             if not snapshot.lost:
                 sample = self._within_memory(
                     "slowdown",
-                    lambda: self._timed(batch, own=own, restore=snapshot.restore, eager_first=eager_first),
+                    lambda: take_sample(
+                        loop, self._program, batch, own=own, restore=snapshot.restore, eager_first=eager_first
+                    ),
                 )
         hardware.count_peak_from(loop.device, peak)
         return sample
 
     def _run(self, batch: Any, snapshot: Snapshot) -> None:
-        loop, rollback, restore, parity = self._loop, self._rollback, snapshot.restore, self._guarding.parity
+        loop, program, rollback = self._loop, self._program, self._rollback
+        restore, parity = snapshot.restore, self._guarding.parity
         self._telemetry.phase = "preflight"
-
-        def first_pass() -> None:
-            for _ in range(self._passes):
-                loop.train(batch, together=False)
 
         def first_steps() -> None:
             for _ in range(2):  # the first one makes the optimizer's state, with which it may compile anew
                 rollback.together(lambda: loop.step(batch))
 
-        rollback.attempt("first forward and backward", first_pass, restore)
-        findings = Findings(self._program, self._telemetry.compiler, batch)
-        if self._program.compiled_beside_regions:
+        rollback.attempt("first forward and backward", functools.partial(self._pass, batch), restore)
+        if program.compiled_beside_regions:
             rollback.attempt("first optimizer step", first_steps, restore)
         if not rollback.anything_left:
             self._report_parity("skipped", "nothing compiled")
             return
-        earlier = findings.of_earlier_runs(loop) if parity == "on" else None
+        of_batch = shapes_of(batch)
+        earlier = earlier_findings(loop, program, self._telemetry.compiler, of_batch) if parity == "on" else None
         if earlier is not None:
             for name, facts in earlier.items():
                 self._report(name, facts)
@@ -153,15 +155,18 @@ class Preflight:
                 self._telemetry.phase = "comparing with eager"
                 self._within_memory("parity", lambda: self._compare(batch, snapshot))
                 restore()
-                if self._program.padding is not None:
-                    self._compare_padding(batch)
+                unit = rounding_unit(program.precision, loop.device, loop.module)
+                if program.padding is not None and (losses := loss_of_padding(loop, program, batch, unit)):
+                    remedy = "attention, recurrent layers and the loss have to leave it out"
+                    rollback.warn(f"padding changes the loss ({losses}): {remedy}")
             restore()
             if self.times and self.sample is None:
                 self._telemetry.phase = "timing eager"
-                self.sample = self._within_memory("slowdown", lambda: self._timed(batch, pairs=FIRST_PAIRS))
+                first_pairs = functools.partial(take_sample, loop, program, batch, pairs=FIRST_PAIRS)
+                self.sample = self._within_memory("slowdown", first_pairs)
             if self.sample is not None:
                 self._report("slowdown", {"before_the_first_step": dataclasses.asdict(self.sample)})
-            findings.keep()
+            keep_findings(program, of_batch)
         if self._warms:
             self._warm(batch, restore)
 
@@ -173,18 +178,7 @@ class Preflight:
             raise
         self._report("parity", facts)
         if facts["verdict"] == "not compared":
-            self._warn_not_compared(facts["reason"])
-
-    def _compare_padding(self, batch: Any) -> None:
-        """Warn of a loss that depends on padding: with another strategy it would be another one."""
-        unit = rounding_unit(self._program.precision, self._loop.device, self._loop.module)
-        if losses := loss_of_padding(self._loop, self._program, batch, unit):
-            line = f"padding changes the loss ({losses}): attention, recurrent layers and the loss have to leave it out"
-            self._program.notes.append(line)
-            rank_zero_warn(line)
-
-    def _timed(self, batch: Any, **how: Any) -> Sample:
-        return take_sample(self._loop, self._program, lambda: self._loop.step(batch), **how)
+            self._rollback.warn(f"{NOT_COMPARED}: {facts['reason']}")
 
     def _warm(self, batch: Any, restore: Callable[[], None]) -> None:
         padding = self._program.padding
@@ -192,20 +186,19 @@ class Preflight:
         wanted = [(f"{kind} {rows} x {edge}", kind, rows, edge) for kind, rows, edge in shapes(padding)]
         for number, (name, kind, rows, edge) in enumerate(wanted, 1):
             self._telemetry.phase = f"warming {len(wanted)} shapes {number}/{len(wanted)}"
-            resized = padding.resized(batch, rows, edge)
-
-            def one_pass(resized: Any = resized, training: bool = kind == "training") -> None:
-                for _ in range(self._passes):
-                    if training:
-                        self._loop.train(resized, together=False)
-                    else:
-                        self._loop.evaluate(resized)
-
+            one_pass = functools.partial(self._pass, padding.resized(batch, rows, edge), training=kind == "training")
             self._rollback.attempt(f"warming {name}", one_pass, restore)
             if self._loop.manual:  # so many optimizer steps in a row on made-up batches lead anywhere
                 restore()
         self.warmed = True
         self._report("warming", {"shapes": [name for name, *_ in wanted]})
+
+    def _pass(self, batch: Any, *, training: bool = True) -> None:
+        for _ in range(self._passes):
+            if training:
+                self._loop.train(batch, together=False)
+            else:
+                self._loop.evaluate(batch)
 
     def _within_memory(self, what: str, run: Callable[[], Value]) -> Value | None:
         """An eager step may need more memory than a compiled one, which is no reason to end the run."""
@@ -227,11 +220,6 @@ class Preflight:
     def _report_parity(self, verdict: str, reason: str) -> None:
         if self._guarding.parity != "off":
             self._report("parity", {"mode": self._guarding.parity, "verdict": verdict, "reason": reason})
-
-    def _warn_not_compared(self, reason: str) -> None:
-        line = f"the compiled step was not compared with eager's: {reason}"
-        self._program.notes.append(line)
-        rank_zero_warn(line)
 
     def _report(self, name: str, facts: dict[str, Any]) -> None:
         self._program.report.setdefault(name, {}).update(facts)
@@ -293,36 +281,31 @@ class Lock:
 # ---- what an earlier run that compiled the very same code found out about it -------------------------------------
 
 
-class Findings:
-    """The findings about one program and its first batch, so that a warm start need not compare and time anew.
+def earlier_findings(loop: Loop, program: Program, watch: CompilerMonitor, shapes: str) -> dict[str, Any] | None:
+    """Facts of parity and timing of an earlier run on a batch of these ``shapes``, so that a warm start need not
+    compare and time anew: if the comparison passed and nothing of this run was compiled anew.
 
     A run whose graphs all came from ``compile=cached`` executes what the run before it compiled, compared with eager
     and timed. Its own comparison would cost more than its compiling; the verdict is kept beside the artifacts instead.
     Artifacts hold graphs for more shapes than a run uses; what was found holds for the shapes of its batch.
+
+    Each process has a cache of its own, and comparing takes steps that all of them take together: None unless all
+    processes, each of which calls this after everything has been compiled, have them.
     """
+    found = program.findings.get(shapes) or {}
+    warm = watch.figures().cache == "warm" and set(found) == {"parity", "slowdown"}
+    return found if loop.everywhere(warm and found["parity"].get("verdict") == "passed") else None
 
-    def __init__(self, program: Program, watch: CompilerMonitor, batch: Any) -> None:
-        self._program, self._watch, self._shapes = program, watch, shapes_of(batch)
 
-    def of_earlier_runs(self, loop: Loop) -> dict[str, Any] | None:
-        """Facts of parity and timing, if the comparison passed and nothing of this run was compiled anew.
-
-        Each process has a cache of its own, and comparing takes steps that all of them take together: None unless all
-        processes, each of which calls this after everything has been compiled, have them.
-        """
-        found = self._program.findings.get(self._shapes) or {}
-        warm = self._watch.figures().cache == "warm" and set(found) == {"parity", "slowdown"}
-        return found if loop.everywhere(warm and found["parity"].get("verdict") == "passed") else None
-
-    def keep(self) -> None:
-        """Leave what this run reported to later ones."""
-        parity, timed = self._program.report.get("parity"), self._program.report.get("slowdown")
-        if parity is None or timed is None or parity["verdict"] != "passed":
-            return
-        figures = [leaf for leaf in pytree.tree_leaves([parity, timed]) if isinstance(leaf, float)]
-        if all(map(math.isfinite, figures)):  # the signature of a bundle allows no others
-            compared = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
-            self._program.findings[self._shapes] = {"parity": {**parity, "compared": compared}, "slowdown": dict(timed)}
+def keep_findings(program: Program, shapes: str) -> None:
+    """Leave what this run reported to later ones."""
+    parity, timed = program.report.get("parity"), program.report.get("slowdown")
+    if parity is None or timed is None or parity["verdict"] != "passed":
+        return
+    figures = [leaf for leaf in pytree.tree_leaves([parity, timed]) if isinstance(leaf, float)]
+    if all(map(math.isfinite, figures)):  # the signature of a bundle allows no others
+        compared = datetime.datetime.now().astimezone().isoformat(" ", "minutes")
+        program.findings[shapes] = {"parity": {**parity, "compared": compared}, "slowdown": dict(timed)}
 
 
 def shapes_of(batch: Any) -> str:

@@ -12,17 +12,14 @@ the order in which gradients and collectives come are the same, compiled or not.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from strategies import Program, Strategy
+from strategies import Program
 from strategies.base import Region
 from strategies.compose import eager, give_up_others
 from strategies.errors import (
@@ -38,12 +35,8 @@ from strategies.loop import Loop, MicroBatch
 from strategies.regions import compiled_only, give_up, guard_calls
 from strategies.torch_patches import keep_buffers
 from trainer.guards.compare import ParityError
-from trainer.loops.private import kinds
 from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import Event
-
-if TYPE_CHECKING:
-    from trainer.settings import Config
 
 BECAUSE = "on_compile_error=eager"
 LATER = "after the first step"
@@ -68,7 +61,6 @@ class Rollback:
 
     @property
     def anything_left(self) -> bool:
-        """Whether anything still runs compiled."""
         return bool(self._program.regions or self._program.compiled_beside_regions)
 
     def attempt(self, what: str, run: Callable[[], Any], restore: Callable[[], None]) -> None:
@@ -78,26 +70,27 @@ class Rollback:
             error = self._tried(run)
             if not self._loop.anywhere(error is not None):
                 return
-            if self._loop.anywhere(error is not None and needs_kept_buffers(error) and keep_buffers()):
+            seen = error or CompileFailed(f"{what} failed on another process")
+            if self._loop.anywhere(needs_kept_buffers(seen) and keep_buffers()):
                 restore()
                 continue
-            fails = self._mode == "fail" and not self.trained and not (error is not None and is_recompile_limit(error))
-            hopeless = not self.anything_left or (error is not None and is_out_of_memory(error))
-            if self._loop.anywhere(hopeless or (fails and error is not None)):
-                if error is not None and is_double_backward(error) and self._loop.world_size == 1:
+            fails = self._mode == "fail" and not self.trained and error is not None and not is_recompile_limit(error)
+            hopeless = not self.anything_left or is_out_of_memory(seen)
+            if self._loop.anywhere(hopeless or fails):
+                if is_double_backward(seen) and self._loop.world_size == 1:
                     restore()
                     if broken := self._kinds_that_fail(run, restore):
                         named = _listed([region.path for region in broken])
-                        raise CompileFailed(f"{named}: {one_line(error)}") from error
-                elif fails and not hopeless and error is not None and self._loop.world_size == 1:
-                    self._ask_eager(error, run, restore)
-                _explain(error)
-                raise _together(error or CompileFailed(f"{what} failed on another process"))
+                        raise CompileFailed(f"{named}: {one_line(seen)}") from seen
+                elif fails and not hopeless and self._loop.world_size == 1:
+                    self._ask_eager(seen, run, restore)
+                _explain(seen)
+                raise _together(seen)
             restore()
             with eager(self._program):
                 users_own = self._tried(run)
             if self._loop.anywhere(users_own is not None):
-                raise _together(users_own or error or CompileFailed(f"{what} failed on another process"))
+                raise _together(users_own or seen)
             self._roll_back_what_fails(what, run, restore, error)
             restore()
 
@@ -147,12 +140,6 @@ class Rollback:
         if regions:
             self.give_up(regions, _beyond_limit(guard), step=step, because=LIMIT)
 
-    def _last_limit(self) -> str:
-        self._watch.collect()
-        guard = next(reversed(self._watch.beyond_limit.values()), "")
-        self._watch.beyond_limit.clear()
-        return _beyond_limit(guard)
-
     def _roll_back_what_fails(
         self, what: str, run: Callable[[], Any], restore: Callable[[], None], error: BaseException | None
     ) -> None:
@@ -168,7 +155,10 @@ class Rollback:
                 return
         broken = self._kinds_that_fail(run, restore) or list(program.regions)
         if error is not None and is_recompile_limit(error):
-            self.give_up(broken, self._last_limit(), because=LIMIT)
+            self._watch.collect()
+            guard = next(reversed(self._watch.beyond_limit.values()), "")
+            self._watch.beyond_limit.clear()
+            self.give_up(broken, _beyond_limit(guard), because=LIMIT)
         else:
             self.give_up(broken, reason)
 
@@ -208,6 +198,11 @@ class Rollback:
             raise error
         self.give_up([one for one in self._program.regions if one.kind == region.kind], one_line(error), step=step + 1)
 
+    def warn(self, line: str) -> None:
+        """Say ``line``, and keep it for the record."""
+        self._program.notes.append(line)
+        rank_zero_warn(line)
+
     def _report(self, what: str, paths: list[str], reason: str, step: int | None = None, because: str = "") -> None:
         run, they = ("runs", "it") if len(paths) == 1 else ("run", "they")
         failed = "" if because else f", {they} did not compile"
@@ -229,9 +224,9 @@ class Rollback:
         self._watch.events[:] = [first, *reversed(seen.values())]
 
 
-def _explain(error: BaseException | None) -> None:
+def _explain(error: BaseException) -> None:
     """Say in torch's error what helps."""
-    if error is not None and is_compile_error(error):
+    if is_compile_error(error):
         error.add_note(REMEDY)
 
 
@@ -254,37 +249,3 @@ def _beyond_limit(recompile_reason: str) -> str:
     line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
     guard = " ".join(recompile_reason.strip().partition("\n")[0].split())
     return f"{line}; the guard that failed last: {guard}" if guard else line
-
-
-def throwaway(config: Config, strategies: Iterable[Strategy], **trainer_options: Any) -> Config:
-    """``config`` as it is looked at under ``strategies``; ``trainer_options`` are further ones of ``TrainerConfig``."""
-    settings = dataclasses.replace(
-        config.trainer, devices=1, strategy="auto", measure_peak=False, progress="none", **trainer_options
-    )
-    return dataclasses.replace(
-        config,
-        compile={strategy.name: strategy for strategy in strategies},
-        trainer=settings,
-        parity="off",
-        on_compile_error="fail",
-        on_slower="warn",
-        resume=None,
-        repeat=None,
-        profile="off",
-    )
-
-
-def throwaway_trainer(folder: str, module: L.LightningModule, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
-    """Lightning's Trainer for ``module``, which writes nothing but what a module itself writes into ``folder``."""
-    # A module of pytorch_lightning needs the Trainer of that package.
-    trainer = kinds(L.Trainer)[0 if isinstance(module, L.LightningModule) else -1]
-    return trainer(
-        logger=False,
-        callbacks=callbacks,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=Path(folder),
-        num_sanity_val_steps=0,
-        **options,
-    )

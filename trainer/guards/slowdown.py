@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from strategies import Program
@@ -66,14 +67,14 @@ class Sample:
 def take_sample(
     loop: Loop,
     program: Program,
-    step: Callable[[], Any],
+    batch: Any,
     *,
     pairs: int = 1,
     own: Callable[[], Any] | None = None,
     restore: Callable[[], Any] = lambda: None,
     eager_first: bool = True,
 ) -> Sample:
-    """Time up to ``pairs`` times ``step``, apart from the training, eager and compiled by turns, on every process.
+    """Time up to ``pairs`` steps on ``batch``, apart from the training, eager and compiled by turns, on every process.
 
     ``own`` is the run's step, where that is another one: a replay, which has to find the state as its graph left it,
     and ``restore`` puts that back. Under manual optimization a step may hold several optimizer steps; the seconds are
@@ -82,7 +83,7 @@ def take_sample(
     sample, began = Sample(replayed=own is not None), now()
     while len(sample.eager_seconds) < pairs:
         for eagerly in (eager_first, not eager_first):
-            work = step if eagerly or own is None else own
+            work = partial(loop.step, batch) if eagerly or own is None else own
             for _ in range(2):  # the first one brings its code and memory back, after steps of the other kind
                 with eager(program) if eagerly else contextlib.nullcontext():
                     seconds = seconds_of(loop.device, work) / loop.span.steps

@@ -58,13 +58,8 @@ _RANDOM = (torch.Generator, numpy.random.Generator, numpy.random.BitGenerator, n
 PutBack = Callable[[], Any]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Held:
-    """An object where it was found."""
-
-    value: Any
-    name: str
-    """In words that a user finds again: ``self.sampler.stream``."""
+Held = tuple[Any, str]
+"""An object, and where it was found in words that a user finds again: ``self.sampler.stream``."""
 
 
 class Snapshot:
@@ -158,55 +153,45 @@ class Snapshot:
 
     def _keep(self, value: Any, name: str) -> None:
         """Remember the contents of ``value``, which ``name`` calls, and of all that is inside it."""
-        waiting: deque[Held] = deque([Held(value, name)])
-        while waiting:
-            waiting.extend(self._keep_one(waiting.popleft()))
-
-    def _keep_one(self, held: Held) -> Iterable[Held]:
-        """Remember one object; returns what it holds. A container comes back before what is put into it."""
-        value = held.value
-        if not _deep(value):
-            return ()
-        if isinstance(value, Tensor):
-            if is_lazy(value):
-                self.cannot_restore.append(f"{held.name}, a parameter without a shape")
-            elif id(value) not in self._tensors:
-                self._tensors[id(value)] = value, self.copy(value)
-            return ()
-        if _is_iterator(value):
-            self.cannot_restore.append(f"{held.name} ({type(value).__name__})")
-            return ()
-        if id(value) in self._found or (opened := _opened(held, self._of_forward)) is None:
-            return ()
-        self._found[id(value)] = value
-        put_back, inside = opened
-        if put_back is not None:
-            self._put_back.append(put_back)
-        return inside
+        waiting = deque([(value, name)] if _deep(value) else [])
+        while waiting:  # so that a container comes back before what is put into it
+            value, name = waiting.popleft()
+            if isinstance(value, Tensor):
+                if is_lazy(value):
+                    self.cannot_restore.append(f"{name}, a parameter without a shape")
+                elif id(value) not in self._tensors:
+                    self._tensors[id(value)] = value, self.copy(value)
+            elif _is_iterator(value):
+                self.cannot_restore.append(f"{name} ({type(value).__name__})")
+            elif id(value) not in self._found:
+                self._found[id(value)] = value
+                put_back, inside = _opened(value, name, self._of_forward)
+                if put_back is not None:
+                    self._put_back.append(put_back)
+                waiting.extend(inside)
 
 
 # ---- what objects hold, and how each kind of them is put back ----------------------------------------------------
 
 
-def _opened(held: Held, of_forward: bool) -> tuple[PutBack | None, list[Held]] | None:
+def _opened(value: Any, name: str, of_forward: bool) -> tuple[PutBack | None, list[Held]]:
     """What puts the object itself back to what it is now, if it can change, and what it holds, which is put back on its
-    own; None for what nobody looks into."""
-    value, name = held.value, held.name
+    own."""
     put_back: PutBack | None
     if isinstance(value, nn.Module):
         own = {attribute: one for attribute, one in vars(value).items() if attribute not in _SKIPPED}
         parts = [vars(value).get(part) for part in ("_modules", "_forward_hooks", "_forward_pre_hooks")]
         put = [_attributes_restorer(value, own), *(_entries_restorer(part) for part in parts if isinstance(part, dict))]
         inside = _items(own, name)
-        inside += [Held(one, f"{name}.{child}") for child, one in value._modules.items() if one is not None]
+        inside += [(one, f"{name}.{child}") for child, one in value._modules.items() if one is not None]
         return lambda: [each() for each in put], inside
     if isinstance(value, (*kinds(*_LIGHTNINGS), *_NOT_LOOKED_INTO)):
-        return None
+        return None, []
     if isinstance(value, dict):
         return _entries_restorer(value), _items(value, name)
     if isinstance(value, list | deque | set | tuple):
         put_back = None if isinstance(value, tuple) else _entries_restorer(value)
-        return put_back, [Held(one, name) for one in value if _deep(one)]
+        return put_back, [(one, name) for one in value if _deep(one)]
     if isinstance(value, numpy.ndarray):
         return partial(numpy.copyto, value, value.copy()), []
     if isinstance(value, torch.optim.Optimizer):
@@ -215,7 +200,7 @@ def _opened(held: Held, of_forward: bool) -> tuple[PutBack | None, list[Held]] |
         own = {key: one for key, one in vars(value).items() if key not in left_out and "_hooks" not in key}
         return _attributes_restorer(value, own, vars(value).keys() - own.keys() | _OF_OPTIMIZER), _items(own, name)
     if isinstance(value, partial | types.MethodType | types.FunctionType):
-        return None, [Held(one, name) for one in _bound(value) if _deep(one)]
+        return None, [(one, name) for one in _bound(value) if _deep(one)]
     attributes = _attributes(value)
     inside = _items(attributes, name)
     if isinstance(value, _RANDOM):
@@ -223,15 +208,14 @@ def _opened(held: Held, of_forward: bool) -> tuple[PutBack | None, list[Held]] |
     elif isinstance(value, LRScheduler | torch.amp.GradScaler) or _is_users(value):
         put_back = _attributes_restorer(value, attributes)
     else:  # an object of a library: its generators alone
-        put_back, inside = None, [one for one in inside if isinstance(one.value, _RANDOM)]
+        put_back, inside = None, [one for one in inside if isinstance(one[0], _RANDOM)]
     return put_back, inside
 
 
 def _items(items: Mapping[Any, Any], name: str) -> list[Held]:
-    """``items`` of a dictionary, of a module's attributes for instance."""
     return [
         # A tensor as a key, of an optimizer's state for instance, would be fetched and printed.
-        Held(one, f"{name}.{key}" if isinstance(key, str | int) else name)
+        (one, f"{name}.{key}" if isinstance(key, str | int) else name)
         for key, one in items.items()
         if _deep(one)
     ]

@@ -13,6 +13,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
@@ -180,7 +181,9 @@ class LightningLoop(Processes):
             losses.append(closure())
             return losses[-1]
 
-        self._optimizer_step(keep_loss)
+        trainer = self._trainer
+        optimizer = trainer.strategy._lightning_optimizers[0]
+        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, keep_loss)
         return losses[-1]
 
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
@@ -338,11 +341,6 @@ class LightningLoop(Processes):
     def _training_step(self, arguments: Mapping[str, Any]) -> Any:
         return call._call_strategy_hook(self._trainer, "training_step", *arguments.values())
 
-    def _optimizer_step(self, closure: Callable[[], Tensor]) -> None:
-        trainer = self._trainer
-        optimizer = trainer.strategy._lightning_optimizers[0]
-        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, closure)
-
     def _closure(self, batch: Any, inspect: Inspect | None) -> Callable[[], Tensor]:
         automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
         closure = automatic._make_closure(self._arguments(batch, 0), self._trainer.optimizers[0], 0)
@@ -370,6 +368,22 @@ class LightningLoop(Processes):
         batch = _rebuilt(batch)
         call._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
         return self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
+
+
+def throwaway_trainer(folder: str, module: L.LightningModule, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
+    """Lightning's Trainer for ``module``, which writes nothing but what a module itself writes into ``folder``."""
+    # A module of pytorch_lightning needs the Trainer of that package.
+    trainer = kinds(L.Trainer)[0 if isinstance(module, L.LightningModule) else -1]
+    return trainer(
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=Path(folder),
+        num_sanity_val_steps=0,
+        **options,
+    )
 
 
 def _rebuilt(batch: Any) -> Any:

@@ -38,8 +38,7 @@ from strategies.prepare import Preparation
 from strategies.regions import find_containers
 from strategies.torch_patches import compiling_in
 from trainer.callback import Compile
-from trainer.guards.rollback import throwaway_trainer
-from trainer.loops.lightning import LightningLoop
+from trainer.loops.lightning import LightningLoop, throwaway_trainer
 from trainer.loops.private import kinds
 from trainer.process import process_settings
 from trainer.report import tables
