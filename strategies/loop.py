@@ -95,20 +95,6 @@ Around = Callable[[MicroBatch], AbstractContextManager[dict[str, Any]] | None]
 """Makes what a micro-batch is run in, or None; it may be given the outputs, in its dictionary."""
 
 
-def run_within(around: Around) -> RunMicroBatch:
-    """What runs micro-batches in what ``around`` makes, for a loop that others can take over."""
-
-    def run(micro_batch: MicroBatch) -> dict[str, Any]:
-        within = around(micro_batch)
-        if within is None:
-            return micro_batch.run(micro_batch.batch)
-        with within as outputs:
-            outputs.update(micro_batch.run(micro_batch.batch))
-        return outputs
-
-    return run
-
-
 class Loop(Protocol):
     """A training loop, from the beginning of a training to its end."""
 
@@ -209,9 +195,6 @@ class Loop(Protocol):
 
     def quiet(self) -> AbstractContextManager[None]:
         """Inside, nothing is logged, profiled or seen by callbacks."""
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Inside, a backward leaves the gradients of the processes apart."""
 
     def snapshot(self, batch: Any) -> Restorable:
         """Copy what the forward of a training step on ``batch`` may change."""

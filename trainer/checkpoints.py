@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from strategies.loop import Loop
 from trainer.guards.snapshot import random_state, set_random_state
-from trainer.loops.checkpoint_io import META, AtomicCheckpointIO, beside, damaged, grouped, is_directory
+from trainer.loops.checkpoint_io import META, AtomicCheckpointIO, beside, damaged, is_directory
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import on_sigterm
 from trainer.loops.processes import Agreement
@@ -182,7 +182,7 @@ class Checkpoints(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         """The random states of all processes, saved with every checkpoint; each process has to call this."""
         mine = random_states()
-        if not grouped():
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return {"ranks": [mine]}
         ranks: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, mine)

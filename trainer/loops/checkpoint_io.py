@@ -59,7 +59,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self, *, background: bool = False) -> None:
         super().__init__()
         self.background = background
-        self._writing: Future[None] | None = None
+        self._writing: Future[object] | None = None
         self._thread = ThreadPoolExecutor(1)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -71,7 +71,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         else:
             self._write(checkpoint, Path(path))
 
-    def write_beside(self, write: Callable[[], None]) -> None:
+    def write_beside(self, write: Callable[[], object]) -> None:
         """Call ``write`` in the thread, once what came before is done; ``settle`` raises what it raises."""
         self._writing = self._thread.submit(write)
 
@@ -92,13 +92,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Remove a file or a directory once what is being written is whole; without that it stays. Waits for nothing:
         only the first process is asked to."""
         writing, remove = self._writing, super().remove_checkpoint
-
-        def removed() -> None:
-            if writing is not None:
-                writing.result()
+        if writing is None:
             remove(path)
-
-        removed() if writing is None else self.write_beside(removed)
+        else:
+            self.write_beside(lambda: (writing.result(), remove(path)))
 
     def teardown(self) -> None:
         """Wait for what is being written; what that has met is no reason beside an error that has come before."""
@@ -139,10 +136,6 @@ def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     return host
-
-
-def grouped() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def mapped(tree: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
@@ -219,17 +212,10 @@ def load_directory(
     parts: tuple[str, ...] = SPREAD,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """The checkpoint in ``path`` with the tensors of ``parts``.
+    """The checkpoint in the directory ``path`` with the tensors of ``parts`` alone, which are some of ``SPREAD``.
 
-    Args:
-        path: The directory.
-        allocated: What to read a tensor into, given its name and a meta tensor of its shape and type, in every process
-            of the group. None: whole into host memory, each process by itself.
-        parts: Which of ``SPREAD``; what is left out is not in the result.
-        weights_only: As in ``torch.load``.
-
-    Raises:
-        ValueError: A tensor cannot be read.
+    ``allocated`` makes what a tensor is read into, given its name and a meta tensor of its shape and type, in every
+    process of the group. None: whole into host memory, each process by itself. Raises ValueError for unreadable ones.
     """
     loaded: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
     tensors: dict[str, Tensor] = {}

@@ -72,7 +72,6 @@ class FSDP2(ShardedCheckpoints):
         self._calls_before = 0
 
     def setup_environment(self) -> None:
-        """Start the processes' group, with one mesh over all of them."""
         super(ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
         self._device_mesh = init_device_mesh(
@@ -140,7 +139,6 @@ class FSDP2(ShardedCheckpoints):
             )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Note which units the forward has called."""
         super().pre_backward(closure_loss)
         self._called = [group._module_fqn for group in self._forwards()[self._calls_before :]]
         self._calls_before = 0  # a backward forgets them
@@ -150,7 +148,13 @@ class FSDP2(ShardedCheckpoints):
         return [group for context in contexts.values() for group in getattr(context, "post_forward_order", ())]
 
     def _shard(self, module: L.LightningModule, program: Program | None) -> None:
-        _refuse(module)
+        for name, parameter in module.named_parameters():
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"FSDP2: {name} has no shape before the first batch: call the module once before the fit"
+                )
+            if parameter.ndim == 0:
+                raise ValueError(f"FSDP2 cannot shard {name}, which has no dimensions: give it the shape (1,)")
         self.units = shard_units(module, program)
         for path in self.units:
             self._shard_one(module, path, self.reshard_after_forward)
@@ -297,17 +301,8 @@ def shard_units(module: nn.Module, program: Program | None) -> list[str]:
                 unit_of.setdefault(one, path)
     holders: defaultdict[Tensor, set[str]] = defaultdict(set)
     for one in module.modules():
-        for parameter in one._parameters.values():
-            if parameter is not None:
-                holders[parameter].add(unit_of.get(one, ""))
+        for parameter in one.parameters(recurse=False):
+            holders[parameter].add(unit_of.get(one, ""))
     shared = {path for holding in holders.values() if len(holding) > 1 for path in holding}
     owning = {path for holding in holders.values() for path in holding}
     return [path for path in dict.fromkeys(unit_of.values()) if path in owning and path not in shared]
-
-
-def _refuse(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(f"FSDP2: {name} has no shape before the first batch: call the module once before the fit")
-        if parameter.ndim == 0:
-            raise ValueError(f"FSDP2 cannot shard {name}, which has no dimensions: give it the shape (1,)")

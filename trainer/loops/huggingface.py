@@ -29,13 +29,10 @@ CAPTURES = "transformers.Trainer clips and steps the optimizer apart from its tr
 
 
 class HuggingFaceLoop(OneProcess):
-    """The loop of one ``Trainer.train``; see ``Loop`` for what the members mean.
+    """The loop of one ``Trainer.train`` whose model, optimizer and restored state are in place; see ``Loop``.
 
-    Args:
-        trainer: Whose model, optimizer and restored state are in place.
-        begins: Called with each batch when it is on the device and before its training step.
-        resumed: Checkpoint that the training continues from.
-        padding: What pads and sees each batch, of training and evaluation.
+    ``begins`` is called with each batch when it is on the device and before its training step. ``padding`` pads and
+    sees each batch, of training and evaluation; ``resumed`` is the checkpoint that the training continues from.
     """
 
     _losses: Callable[[Tensor], None] | None = None

@@ -22,8 +22,6 @@ from trainer.loops.processes import OneProcess, evaluating
 
 @dataclass
 class Progress:
-    """What the loop counts."""
-
     steps: int = 0
     batches: int = 0
 

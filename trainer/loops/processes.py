@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.loop import Around, Inspect, LogCall, Loop, Restorable, Span, run_within
+from strategies.loop import Around, Inspect, LogCall, Loop, MicroBatch, Restorable, Span
 from trainer.loops.private import is_overridden, kinds, on_sigterm, replace
 
 Value = TypeVar("Value")
@@ -82,16 +82,16 @@ class Agreement:
         return tuple(tensor.tolist())
 
 
-class SigtermAgreement:
+class SigtermAgreement(Agreement):
     """Ends ``trainer``'s training by a SIGTERM at one step of all processes, in place of Lightning's own way.
 
     Lightning's reads a flag of the first process from the device in each step, which the host then waits for.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
+        super().__init__()
         self._trainer, self._asked = trainer, False
-        self._agreement: Agreement | None = None
-        on_sigterm(trainer, self._notice, self._exchange)
+        on_sigterm(trainer, self._notice, self._end_where_asked)
 
     def _notice(self, signum: int, _: Any) -> None:
         launcher: Any = self._trainer.strategy.launcher
@@ -99,15 +99,9 @@ class SigtermAgreement:
             launcher.kill(signum)
         self._asked = True
 
-    def _exchange(self) -> None:
-        self._agreement = self._agreement or Agreement()
-        if any(self._agreement.exchange(self._asked)):
+    def _end_where_asked(self) -> None:
+        if any(self.exchange(self._asked)):
             raise SIGTERMException
-
-    def settle(self) -> None:
-        """Wait for what is on its way: no step comes any more."""
-        if self._agreement is not None:
-            self._agreement.settle()
 
 
 class EpochEnds:
@@ -178,7 +172,15 @@ class Agreeing:
         return Snapshot(cast(Loop, self), batch, of_forward=True)
 
     def around_micro_batches(self, around: Around) -> Callable[[], None]:
-        return cast(Loop, self).take_over(run_within(around))
+        def run(micro_batch: MicroBatch) -> dict[str, Any]:
+            within = around(micro_batch)
+            if within is None:
+                return micro_batch.run(micro_batch.batch)
+            with within as outputs:
+                outputs.update(micro_batch.run(micro_batch.batch))
+            return outputs
+
+        return cast(Loop, self).take_over(run)
 
 
 class Processes(Agreeing):
@@ -195,6 +197,7 @@ class Processes(Agreeing):
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
+        """Inside, a backward leaves the gradients of the processes apart."""
         strategy = self._trainer.strategy
         model = strategy.model
         if not isinstance(strategy, kinds(DDPStrategy)) or not isinstance(model, DistributedDataParallel):
@@ -256,8 +259,6 @@ class OneProcess(Agreeing):
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-    apart = quiet
 
     def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
         loop: Any = self  # whose parts of a step these are
@@ -383,7 +384,6 @@ class DDP(DDPStrategy):
             self._sigterm.settle()
 
     def teardown(self) -> None:
-        """Unwrap the module, and leave the environment as it was."""
         super().teardown()
         if self._error_handling is not None:
             os.environ[ERROR_HANDLING] = self._error_handling

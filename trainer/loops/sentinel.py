@@ -29,16 +29,8 @@ AND_SO = "; this process ends with it"
 
 
 class Sentinel:
-    """The sentinel of this process, until the process ends.
-
-    Args:
-        rank: Of this process.
-        names: Of the processes, by rank.
-        connections: To the sentinels of other processes, by rank.
-
-    Raises:
-        OSError: No process can be started.
-    """
+    """The sentinel of the process ``rank``, which is this one, until it ends. ``names`` of the processes, and
+    ``connections`` to the sentinels of others, are by rank. Raises OSError where no process can be started."""
 
     def __init__(
         self, rank: int, names: Sequence[str] | Mapping[int, str], connections: Mapping[int, socket.socket]
@@ -86,11 +78,7 @@ class Sentinel:
 
 
 class Record:
-    """The record of a training that runs.
-
-    Args:
-        file: What holds it, or will; empty for nothing.
-    """
+    """The record of a training that runs, which ``file`` holds or will; empty for nothing."""
 
     def __init__(self, file: str) -> None:
         self._file, self._written = file, _written(file)
@@ -130,7 +118,6 @@ class Supervision:
         self._record = Record("")
 
     def run(self) -> None:
-        """Until the process ends."""
         selector, held = selectors.DefaultSelector(), dict[int, bytes]()
         selector.register(0, selectors.EVENT_READ)
         for other, connection in self._others.items():

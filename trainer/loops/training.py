@@ -142,13 +142,9 @@ class CompiledTraining:
     ) -> Program:
         """Apply the strategies to ``module``, once; their settings hold until ``close``.
 
-        Args:
-            module: With its weights; it may still lie on another device.
-            device: Where it is going to run.
-            precision: As ``Loop.precision``.
-            sharded: As ``Program.sharded``.
-            trains: Whether what follows is measured anew.
-            print_line: Prints a line of progress without harm to a progress bar; None = without.
+        It has its weights, and may still lie on another device than the ``device`` where it is going to run.
+        ``precision`` and ``sharded`` are those of ``Program``. ``trains``: what follows is measured anew.
+        ``print_line`` prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
         if trains and not sharded and any(one.helper for one in self.strategies):
@@ -190,13 +186,8 @@ class CompiledTraining:
         return self.program
 
     def begin(self, loop: Loop, logs: Logs | None = None) -> None:
-        """Model, optimizer and restored state are in place: begin to measure. Raises ValueError where the strategies
-        cannot train in ``loop``.
-
-        Args:
-            loop: What trains.
-            logs: Where it logs, and what else the record says of it.
-        """
+        """Model, optimizer and restored state are in place: begin to measure what trains in ``loop``. Raises ValueError
+        where the strategies cannot train there."""
         assert self.program is not None
         if self._cuda_graphs and loop.micro_batches > 1:
             # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
@@ -235,15 +226,11 @@ class CompiledTraining:
 
     def switch(self, strategies: Iterable[Strategy], guards: Guards | None, compared: bool) -> Guards | None:
         """Between two optimizer steps: train under ``strategies``, whose regions are in place, from the step that
-        begins. Steps so far become warm-up.
+        begins. Steps so far become warm-up. A step that was captured is captured anew.
 
-        Args:
-            strategies: Those that act from now on. A step that was captured is captured anew.
-            guards: Those of the same program, if it was guarded before; else it is compared with eager on the batch at
-                hand, unless each region was ``compared``, and eager takes over where it fails.
-
-        Returns:
-            The guards; None where there is nothing to guard.
+        ``guards`` are those of the same program, if it was guarded before; else it is compared with eager on the batch
+        at hand, unless each region was ``compared``, and eager takes over where it fails. Returns the guards; None for
+        nothing to guard.
         """
         program, loop = self.program, self._loop
         assert program is not None
@@ -270,12 +257,10 @@ class CompiledTraining:
         """Capture steps where a strategy says so, and guard what the strategies do as ``how`` says."""
         if all(strategy.chooser is not None for strategy in program.strategies):
             return
-        from trainer.guards.guards import Guards
+        from trainer.guards.guards import Guards, ReplayParity
 
         if program.step is not None:
             if self._guarding.parity != "off":
-                from trainer.guards.guards import ReplayParity
-
                 program.step.verifier = ReplayParity(self._guarding.parity, loop, program)
             self._capture = program.step.take_over(loop, program)
         self._guards = guards or Guards(self._guarding, loop, program, self.telemetry, self.record, **how)
@@ -438,7 +423,6 @@ class CompiledTraining:
             self._pages.finish(self.record, summary)
 
     def _log_notes(self, program: Program) -> None:
-        """Pass on what the strategies have noted since the last time."""
         for note in program.notes[self._notes_logged :]:
             self.record.notes.append(note)
             rank_zero_info(f"compile: {note}")

@@ -64,15 +64,8 @@ class RankFailed(RuntimeError):
 
 
 class Watch:
-    """The watch of one process over the others.
-
-    Args:
-        names: Of the processes, by rank.
-        connections: To all others on the first process, and elsewhere to that one.
-
-    Raises:
-        OSError: The sentinel cannot be started.
-    """
+    """The watch of one process over the others: ``names`` are by rank, and so are ``connections``, to all others on the
+    first process and elsewhere to that one. Raises OSError where the sentinel cannot be started."""
 
     def __init__(self, rank: int, names: list[str], connections: Mapping[int, socket.socket]) -> None:
         self.rank, self._names = rank, names
@@ -149,17 +142,10 @@ _current: tuple[object, Watch | None] | None = None
 
 
 def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | None:
-    """Watch over all processes of the group, from now until ``Watch.end``; all of them call it.
+    """Watch over all processes of the group, from now until ``Watch.end``; all of them call it. None where they cannot
+    reach each other. ``launcher`` is Lightning's, which may have started the others of a script.
 
-    Args:
-        facts: What must be alike in all of them, by name.
-        launcher: Lightning's, which may have started the others of a script.
-
-    Returns:
-        None where they cannot reach each other.
-
-    Raises:
-        ValueError: In all processes alike, where facts differ.
+    Raises ValueError, in all processes alike, where ``facts`` differ, which are by name.
     """
     global _current
     server = None
