@@ -95,6 +95,17 @@ Around = Callable[[MicroBatch], AbstractContextManager[dict[str, Any]] | None]
 """Makes what a micro-batch is run in, or None; it may be given the outputs, in its dictionary."""
 
 
+def gathered(value: Value) -> list[Value]:
+    """``value`` of each process of the group, by rank; all of them call it."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
 class Loop(Protocol):
     """A training loop, from the beginning of a training to its end."""
 

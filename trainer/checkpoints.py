@@ -6,7 +6,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from strategies.loop import Loop
+from strategies.loop import Loop, gathered
 from trainer.guards.snapshot import random_state, set_random_state
 from trainer.loops.checkpoint_io import META, AtomicCheckpointIO, beside, damaged, is_directory
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import on_sigterm
 from trainer.loops.processes import Agreement
+from trainer.loops.training import CompiledTraining
 from trainer.process import StopRequest
-from trainer.telemetry.telemetry import Telemetry
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""
@@ -40,28 +40,23 @@ class FiniteLosses:
     No step waits for the device: losses are looked at where they are read for the curves in any case. A checkpoint,
     which waits for the device itself, is written only once every loss before it was read and the weights are finite. A
     gradient scaler leaves steps with infinite gradients out; their loss is finite, and they are no fault.
-
-    Args:
-        mode: ``fail``, or ``warn`` once and continue.
-        telemetry: Gives the telemetry of the training, which reads the losses.
-        note: Takes the warning for the record.
+    ``mode``: ``fail``, or ``warn`` once and continue.
     """
 
-    def __init__(self, mode: str, telemetry: Callable[[], Telemetry], note: Callable[[str], None]) -> None:
-        self._mode, self._telemetry, self._note = mode, telemetry, note
+    def __init__(self, mode: str, training: CompiledTraining) -> None:
+        self._mode, self._training = mode, training
         self._loop: Loop | None = None
+        self.saved: str | None = None
+        """The last checkpoint, for the message."""
 
     def start(self, loop: Loop) -> None:
         """Weights that are infinite from the beginning, as a mask that is a parameter may be, are the module's own."""
         self._loop, self._weights = loop, not _spoilt(loop)
 
-    def check(self, *, everything: bool, saved: str | None) -> None:
+    def check(self, *, everything: bool) -> None:
         """Raise NonFiniteLoss, on all processes alike, where a loss was not finite; every process calls this.
-
-        ``everything`` waits for the losses of all steps so far, and looks at the weights too; ``saved`` is the last
-        checkpoint, for the message.
-        """
-        loop, telemetry = self._loop, self._telemetry()
+        ``everything`` waits for the losses of all steps so far, and looks at the weights too."""
+        loop, telemetry = self._loop, self._training.telemetry
         if loop is None:
             return
         found = telemetry.curves.look(everything=everything)
@@ -69,20 +64,16 @@ class FiniteLosses:
             found = telemetry.last_step.place(f"weights are not finite after it: {', '.join(names[:3])}")
         if not loop.anywhere(found is not None):
             return
-        everywhere = [found]
-        if loop.world_size > 1:
-            everywhere = [None] * loop.world_size
-            torch.distributed.all_gather_object(everywhere, found)
-        step, where = min(one for one in everywhere if one is not None)
+        step, where = min(one for one in gathered(found) if one is not None)
         if self._mode == "fail":
             raise NonFiniteLoss(
-                f"step {step} {where}. Last finite checkpoint: {saved or 'none was written'}. "
+                f"step {step} {where}. Last finite checkpoint: {self.saved or 'none was written'}. "
                 "on_nonfinite_loss=warn continues in spite of it"
             )
         self._loop = None
         line = f"on_nonfinite_loss=warn: the run continues after step {step} {where}"
         rank_zero_warn(line)
-        self._note(line)
+        self._training.record.notes.append(line)
 
 
 def _spoilt(loop: Loop) -> list[str]:
@@ -101,7 +92,8 @@ def _spoilt(loop: Loop) -> list[str]:
 
 
 class Checkpoints(L.Callback):
-    """Saves ``last.ckpt`` every N steps, at the last step and when a stop was asked for, with all random states.
+    """Saves ``last.ckpt`` every N steps (see ``TrainerConfig.checkpoint_every_n_steps``), at the last step and when a
+    stop was asked for, with all random states.
 
     All of them are written at the end of a batch, where the loop's counters, the data order and the random states
     belong together; after ``Trainer.fit`` has returned they no longer do. Each process resumes its own random states.
@@ -109,18 +101,9 @@ class Checkpoints(L.Callback):
     begins as any run does.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        every_n_steps: int,
-        stop: StopRequest,
-        at_end: bool = True,
-        losses: FiniteLosses | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, *, every_n_steps: int | None, stop: StopRequest, losses: FiniteLosses) -> None:
         self.path = directory / DIRECTORY / LAST
-        self._every, self._at_end, self._stop, self._losses = every_n_steps, at_end, stop, losses
-        self._saved: str | None = None
+        self._every, self._stop, self._losses = every_n_steps, stop, losses
         self._restored: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -129,9 +112,8 @@ class Checkpoints(L.Callback):
         on_sigterm(trainer, None, lambda: None)
         self._step = trainer.global_step
         self._agreement = None if trainer.world_size == 1 else Agreement()
-        self._saved = None if trainer.ckpt_path is None else f"{trainer.ckpt_path} (step {self._step})"
-        if self._losses is not None:
-            self._losses.start(LightningLoop(trainer))
+        self._losses.saved = None if trainer.ckpt_path is None else f"{trainer.ckpt_path} (step {self._step})"
+        self._losses.start(LightningLoop(trainer))
         if self._restored is not None:
             restore_own(self._restored, trainer)
             self._restored = None
@@ -154,10 +136,10 @@ class Checkpoints(L.Callback):
                 self._stop.signum = signum
         ends = step == trainer.max_steps
         if ends or step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self._check(everything=ends)
-        if stop or (self._at_end and ends) or (self._every and step % self._every == 0):
+            self._losses.check(everything=ends)
+        if stop or (ends and self._every is not None) or (self._every and step % self._every == 0):
             trainer.save_checkpoint(self.path)
-            self._saved = f"{self.path} (step {step})"
+            self._losses.saved = f"{self.path} (step {step})"
         if stop:
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # Lightning would validate before it leaves, and compile for that
@@ -169,24 +151,15 @@ class Checkpoints(L.Callback):
         self._stop.in_training = False
         if self._agreement is not None:
             self._agreement.settle()
-        self._check(everything=False)  # the telemetry has read all by now
+        self._losses.check(everything=False)  # the telemetry has read all by now
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Whoever saves, nothing that is not finite takes the place of what was."""
-        self._check(everything=True)
-
-    def _check(self, *, everything: bool) -> None:
-        if self._losses is not None:
-            self._losses.check(everything=everything, saved=self._saved)
+        self._losses.check(everything=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The random states of all processes, saved with every checkpoint; each process has to call this."""
-        mine = random_states()
-        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            return {"ranks": [mine]}
-        ranks: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, mine)
-        return {"ranks": ranks}
+        return {"ranks": gathered(random_states())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the random states for ``on_train_start``: building the loaders in between may draw numbers."""
@@ -269,12 +242,8 @@ ORDER = {"batch_size": "examples a batch", "world_size": "processes", "accumulat
 
 
 class Resuming(L.Callback):
-    """Comes before all other callbacks: refuses what does not fit before they begin, and notes what differs.
-
-    Args:
-        notes: The record's.
-        saved: The checkpoint, as ``opened`` gives it; None without one.
-    """
+    """Comes before all other callbacks: refuses what does not fit ``saved``, the checkpoint as ``opened`` gives it,
+    before they begin, and puts into the record's ``notes`` what differs."""
 
     def __init__(self, notes: list[str], saved: Mapping[str, Any] | None) -> None:
         self._notes, self._saved = notes, saved

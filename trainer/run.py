@@ -71,22 +71,20 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         OSError: Nothing can be written into ``run_dir``.
         SystemExit: The task's code called ``sys.exit``; the record says ``failed`` and where.
     """
-    console = Console(quiet=not is_first_process())
+    first = is_first_process()
+    console = Console(quiet=not first)
     began = time.time()
     record = described(config, command)
     record.versions, record.import_seconds = hardware.versions(), hardware.process_age_seconds()
     if (launch := launched(os.environ)) is not None:
         run_dir = joined(launch, config, record, run_dir)
     job = _job(config, record, run_dir, console)
-    replaced = (
-        claim(record, run_dir, str(run_dir) if record.restarts else config.resume) if is_first_process() else None
-    )
+    replaced = claim(record, run_dir, str(run_dir) if record.restarts else config.resume) if first else None
     keeper = None
-    several = launch is not None or config.trainer.devices not in (None, 1)
-    if launch is None and not is_first_process():
+    if launch is None and not first:
         signal_at_end_of_parent(signal.SIGKILL)
         until_watched.append(functools.partial(signal_at_end_of_parent, 0))
-    elif several:
+    elif launch is not None or config.trainer.devices not in (None, 1):
         keeper = _keeper(run_dir / FILE_NAME)
     stop, refused = StopRequest(console.print), False
     ended: SystemExit | None = None
@@ -111,11 +109,10 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         else:
             record.status, record.reason = "failed", one_line(cause)
         if record.status == "failed" and not job.started:
+            refused = isinstance(error, ValueError) or is_out_of_memory(error)
             if isinstance(error, ValueError):
-                refused = True
                 raise
-            if is_out_of_memory(error):
-                refused = True
+            if refused:
                 raise ValueError(f"{task_options(command)}: not enough memory: {record.reason}") from error
         _log_error(run_dir, error, cause, launch)
     except SystemExit as error:
@@ -127,9 +124,8 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         raise
     finally:
         with undisturbed():
-            saves = is_first_process() and not refused
-            conclude(record, run_dir if saves else None, console, close_pages=job.close_pages)
-            if refused and is_first_process():
+            conclude(record, run_dir if first and not refused else None, console, close_pages=job.close_pages)
+            if refused and first:
                 put_back(replaced, run_dir)
             if keeper is not None:
                 keeper.end()
@@ -278,11 +274,9 @@ class Job:
         checkpoint, saved = self._checkpoint()
         self._compile = compile_ = compile_callback(config, record)
         L.seed_everything(config.seed, verbose=False)
+        losses = FiniteLosses(config.on_nonfinite_loss, compile_)
         every = config.trainer.checkpoint_every_n_steps
-        losses = FiniteLosses(config.on_nonfinite_loss, lambda: compile_.telemetry, record.notes.append)
-        checkpoints = Checkpoints(
-            self._run_dir, every_n_steps=every or 0, stop=stop, at_end=every is not None, losses=losses
-        )
+        checkpoints = Checkpoints(self._run_dir, every_n_steps=every, stop=stop, losses=losses)
         trainer = build_trainer(config, self._run_dir, [Resuming(record.notes, saved), compile_, checkpoints])
         start_processes(trainer, self._run_dir)
         note_machine(record, LightningLoop(trainer))

@@ -38,7 +38,7 @@ def conclude(
     directory: Path | None,
     console: Console,
     *,
-    close_pages: Callable[[dict[str, str]], None] | None,
+    close_pages: Callable[[dict[str, str]], None],
     since_seconds: float | None = 0.0,
 ) -> None:
     """All that remains once ``record.status`` is known: the verdict, TensorBoard's last pages and the file.
@@ -47,13 +47,12 @@ def conclude(
     rows; the process was ``since_seconds`` old when the run began.
     """
     record.verdict = run_verdict(record)
-    if close_pages is not None:
-        try:
-            close_pages(summary(record))
-        except Exception as error:  # a full disk; or a signal to the group, which broke off Lightning's closing of them
-            note = f"TensorBoard's last pages were not written: {one_line(error)}"
-            record.notes.append(note)
-            console.print(note)
+    try:
+        close_pages(summary(record))
+    except Exception as error:  # a full disk; or a signal to the group, which broke off Lightning's closing of them
+        note = f"TensorBoard's last pages were not written: {one_line(error)}"
+        record.notes.append(note)
+        console.print(note)
     age_seconds = hardware.process_age_seconds()  # None where the system does not say
     if age_seconds is not None and since_seconds is not None:
         record.total_seconds = age_seconds - since_seconds

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from strategies.base import Program, Stage, Strategy
 from strategies.credentials import refuse_credentials
+from strategies.loop import gathered
 
 if TYPE_CHECKING:
     from strategies.cached.store import ArtifactStore
@@ -83,7 +84,7 @@ class Cached(Strategy):
                 raise ValueError(f"compile.cached: {switch}={value} switches torch's caches off; unset it")
 
     def apply(self, program: Program) -> None:
-        from strategies.cached.session import Session, gathered
+        from strategies.cached.session import Session
         from strategies.errors import one_line
 
         session, failed = None, None

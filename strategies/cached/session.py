@@ -29,6 +29,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from strategies.cached.store import Bundle, Refused, distrust_of, read_libraries
 from strategies.errors import one_line
+from strategies.loop import gathered
 from strategies.torch_patches import compiling_in
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class Session:
     def open(self, leader: int) -> None:
         """Fetch, verify and hand to torch what the store holds for this fingerprint, or let the process of rank
         ``leader`` do it; all processes of the group call it."""
-        self._leads = leader == (torch.distributed.get_rank() if _in_group() else 0)
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._leads = leader == (torch.distributed.get_rank() if together else 0)
         shared = None
         try:
             if self._leads:
@@ -259,19 +261,6 @@ def _read_counters() -> dict[str, int]:
             count for name, count in inductor.items() if re.fullmatch(r"benchmarking\.\w+\.benchmark_gpu", name)
         ),
     }
-
-
-def gathered(value: Any) -> list[Any]:
-    """``value`` of each process of the group, by rank; all of them call it."""
-    if not _in_group():
-        return [value]
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def _in_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 T = TypeVar("T")

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from tests.trainer.runs import train
-from trainer.checkpoints import PARTS, Checkpoints, find_checkpoint, opened, random_states, restore_own
+from trainer.callback import Compile
+from trainer.checkpoints import PARTS, Checkpoints, FiniteLosses, find_checkpoint, opened, random_states, restore_own
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.process import StopRequest
@@ -197,7 +198,8 @@ def draw() -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("version", ["earlier", "now"])
 def test_random_states_are_put_back_from_a_file(tmp_path: Path, version: str) -> None:
-    checkpoints = Checkpoints(tmp_path, every_n_steps=0, stop=StopRequest(print))
+    losses = FiniteLosses("fail", Compile())
+    checkpoints = Checkpoints(tmp_path, every_n_steps=0, stop=StopRequest(print), losses=losses)
     torch.save(random_states() if version == "earlier" else checkpoints.state_dict(), tmp_path / "states.pt")
     drawn = draw()
     assert draw() != drawn

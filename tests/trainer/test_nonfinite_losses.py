@@ -122,8 +122,8 @@ def test_a_run_resumed_into_nan_names_the_checkpoint_it_came_from(
 def watched(module: L.LightningModule, folder: Path, strategies: list[Any], **options: Any) -> Compile:
     """Train ``module`` of somebody else's under the rule."""
     compile_ = Compile(strategies, parity="off")
-    losses = FiniteLosses("fail", lambda: compile_.telemetry, compile_.record.notes.append)
-    checkpoints = Checkpoints(folder, every_n_steps=0, stop=StopRequest(print), at_end=False, losses=losses)
+    losses = FiniteLosses("fail", compile_)
+    checkpoints = Checkpoints(folder, every_n_steps=None, stop=StopRequest(print), losses=losses)
     fit(module, folder, [compile_, checkpoints], **options)
     return compile_
 

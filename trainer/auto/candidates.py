@@ -78,8 +78,6 @@ class Candidates:
 
     Args:
         options: What a helper may use; None for no helper.
-        settings: As ``Candidate.prepare`` takes them.
-        parity: As ``Guarding.parity``.
         known: Whose ``helped`` says what helpers compile, and whether they have.
     """
 

@@ -54,11 +54,9 @@ class Chooser:
     """Called at the beginning and the end of every optimizer step until it has ``decided``.
 
     Args:
-        auto: What is asked for.
         settings: Takes the compiler settings of what is compiled, and ends the helper; closed when the run ends.
         switch: See ``Switch``.
         guards: Those of the other strategies.
-        parity: As ``Guarding.parity``.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class Chooser:
         self._eager_parts: dict[str, str] = {}
         self._begun = False
         self._next: Arm | None = None
-        self._recalled: str | None = None
         self._memory: Path | None = None
         self._steps: list[tuple[Step, Any, bool]] = []
         self._shape: Any = None
@@ -149,9 +146,9 @@ class Chooser:
                 "micro_batches": self._loop.micro_batches,
             }
             self._memory = memory_of(fingerprint_of(facts))
-            self._recalled = self._known.recall(self._memory)
+            self.choice.remembered = self._known.recall(self._memory)
             # The first process decides: clocks and caches of the others may say something else.
-            self._known, self._recalled = self._loop.broadcast((self._known, self._recalled))
+            self._known, self.choice.remembered = self._loop.broadcast((self._known, self.choice.remembered))
             self._candidates.known = self._known
             self._base = self._best = self._on = self._known.arms[EAGER, False]
         self._base.switched_at_step = self._loop.steps_done
@@ -256,7 +253,7 @@ class Chooser:
             return
         elif arm is not self._best:
             # What an earlier run chose was not measured against anything here: it stays.
-            chosen_before = self._recalled is not None and not self._best.steps_timed
+            chosen_before = self.choice.remembered is not None and not self._best.steps_timed
             if self._loop.broadcast(chosen_before or arm.over(self._best) < 1 - MARGIN):
                 self._best = arm
             else:
@@ -355,7 +352,7 @@ class Chooser:
         self._candidates.close()
         if not self.decided:
             self._program.notes.append(self._line())
-        choice.chosen, choice.remembered = self._best.name, self._recalled
+        choice.chosen = self._best.name
         tried = [arm for arm in self._known.arms.values() if arm.switched_at_step is not None]
         tried.sort(key=lambda arm: arm.switched_at_step or 0)
         choice.setup_seconds = sum(arm.setup_seconds or 0.0 for arm in tried)
@@ -392,5 +389,5 @@ class Chooser:
         )
         if best.never_waited_steps is not None:
             parts.append(NEVER_WAITED.format(best.never_waited_steps))
-        source = f" (began with what a run of {self._recalled} measured)" if self._recalled else ""
+        source = f" (began with what a run of {self.choice.remembered} measured)" if self.choice.remembered else ""
         return "; ".join(parts) + source

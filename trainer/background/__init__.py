@@ -35,12 +35,8 @@ def environment() -> dict[str, str]:
 
 
 class Helper:
-    """One helper process. It ends at ``end``, and by itself once this process is gone. Raises OSError where none can be
-    started.
-
-    Args:
-        max_host_gib: Host memory above which it ends itself.
-    """
+    """One helper process. It ends at ``end``, and by itself once this process is gone or it uses ``max_host_gib`` of
+    memory. Raises OSError where none can be started."""
 
     def __init__(self, max_host_gib: float) -> None:
         self.max_host_gib = max_host_gib

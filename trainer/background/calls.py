@@ -28,12 +28,8 @@ Key = tuple[str, int]
 
 
 class Background:
-    """The helper of some regions, from ``start`` to ``close``; whatever happens to it is in ``failed``.
-
-    Args:
-        options: What it may use.
-        program: Whose ``regions`` are named, and compiled only once they have taken over.
-    """
+    """The helper of the regions of ``program``, which are named, and compiled here only once they have taken over; from
+    ``start`` to ``close``. Whatever happens to it is in ``failed``."""
 
     def __init__(self, options: Options, program: Program) -> None:
         self._options, self._program = options, program
@@ -151,8 +147,7 @@ class Background:
         """What lies in torch's cache by now: regions by their paths, and shapes by their numbers. Between two steps;
         never waits."""
         if self.warm:
-            numbers = {one.path: len(self.gates[one.path].numbers) if self.by_shape else 1 for one in self._outer}
-            return {(path, number) for path, count in numbers.items() for number in range(count)} | self.calls.keys()
+            return {(one.path, 0) for one in self._outer} | self.calls.keys()
         if not self.done:
             self._read()
             unsent = [call for key, call in self.calls.items() if key not in self._sent]
@@ -235,12 +230,8 @@ class Background:
 
 
 class Gate:
-    """A region's call by the shapes of its inputs: compiled where that is ready, eager where it is not.
-
-    Args:
-        module: The region.
-        new: Called with a number, and the arguments of the call under way, for shapes that come for the first time.
-    """
+    """A region's call by the shapes of its inputs: compiled where that is ready, eager where it is not. For shapes that
+    come for the first time ``new`` is called with their number and the arguments of the call under way."""
 
     def __init__(self, module: nn.Module, new: Callable[[int, Any, Any], None]) -> None:
         self._module, self._new = module, new
@@ -248,7 +239,8 @@ class Gate:
         """By shapes, in the order in which they came."""
         self.called: set[int] = set()
         """Numbers of those that came since it was last emptied, in calls that train."""
-        self.ready: set[int] = set()
+        self.ready: dict[int, int] = {}
+        """The optimizer step from which each runs compiled, by the number of its shapes."""
         self.compiled: Callable[..., Any] | None = None
         self.trials: dict[int, Callable[..., Any]] = {}
         """What runs the next call that trains, by the number of its shapes."""

@@ -47,13 +47,8 @@ SHAPES = (
 
 class Takeover:
     """Of one training; the owner calls ``before_batch`` and ``after_batch`` until ``over``, and ``close`` at its end:
-    until then, the helper may be compiling what validation runs.
-
-    Args:
-        options: The strategy that asks for it.
-        settings: Takes the compiler's settings; closed when the run ends.
-        parity: As ``Guarding.parity``.
-    """
+    until then, the helper may be compiling what validation runs. ``settings`` takes the compiler's settings until the
+    run ends."""
 
     def __init__(
         self,
@@ -73,7 +68,6 @@ class Takeover:
         self._uncollected = contextlib.ExitStack()
         self._shapes: dict[tuple[Any, ...], set[Key]] = {}
         """What regions are called with in batches of each shape, where they take over shape by shape."""
-        self._taken: dict[Key, int] = {}
         self._tried: set[tuple[str, Any]] = set()
         self._batch: tuple[Any, ...] = ()
         self._new_at = 0
@@ -150,16 +144,11 @@ class Takeover:
                 if key not in known or number in gate.ready or key not in self._shapes.get(self._batch, ()):
                     continue
                 if gate.ready and (region.kind, shapes) in self._tried:
-                    self._take(key)
+                    gate.ready[number] = self._loop.steps_done + 1
                 elif self._trial is None:
                     self._trial = gate.trials[number] = Trial(
                         program=self._program, region=region, parity=self._parity, gate=gate, shapes=shapes
                     )
-
-    def _take(self, key: Key) -> None:
-        path, number = key
-        self.helper.gates[path].ready.add(number)
-        self._taken[key] = self._loop.steps_done + 1
 
     def _next(self, known: set[str]) -> Region | None:
         """The region to try in this step; several processes try the same one, once all of them can."""
@@ -241,7 +230,7 @@ class Takeover:
         step = self._loop.steps_done + 1
         if gate is not None:
             self._tried.add((region.kind, trial.shapes))
-            self._take((region.path, gate.numbers[trial.shapes]))
+            gate.ready[gate.numbers[trial.shapes]] = step
             if region not in self._pending:
                 return
         self._pending.remove(region)
@@ -306,10 +295,11 @@ class Takeover:
 
     def _shape_facts(self) -> dict[str, dict[str, int]]:
         """By shapes of batch: regions that run compiled, and the step from which the last of them does."""
+        gates = self.helper.gates
         found: dict[str, dict[str, int]] = {}
         for batch, keys in self._shapes.items():
             name = " ".join("x".join(map(str, shape)) for shape in batch)
-            taken = [self._taken[key] for key in keys if key in self._taken]
+            taken = [gates[path].ready[number] for path, number in keys if number in gates[path].ready]
             found[name] = {"regions": len(taken), "from_step": max(taken, default=0)}
         return found
 

@@ -94,12 +94,8 @@ class Shadow:
 
 
 class UpdateTakeover:
-    """Of the strategy ``optimizer`` in one training: ``advance`` after each step, until ``over``.
-
-    Args:
-        calls: Those of ``calls.Background``; takes what the helper is to compile of each optimizer.
-        compares: Whether the update is compared with torch's own step.
-    """
+    """Of the strategy ``optimizer`` in one training: ``advance`` after each step, until ``over``. What the helper is to
+    compile of each optimizer is put into ``calls``, those of ``Background``."""
 
     def __init__(
         self, strategy: Optimizer, program: Program, calls: dict[tuple[str, int], Call], *, compares: bool

@@ -21,7 +21,7 @@ import torch
 from torch import distributed, nn
 
 from strategies.loop import Loop
-from trainer.build import batch_counter, device_of, on_cuda, precision_arguments, resolve_precision
+from trainer.build import compile_callback, device_of, on_cuda, precision_arguments, resolve_precision
 from trainer.console import announce
 from trainer.loops.lightning import LightningLoop
 from trainer.peers.loops import (
@@ -39,7 +39,6 @@ from trainer.run import Job
 from trainer.settings import PEER, Config, Peer
 from trainer.telemetry.hardware import device_name, note_machine
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.telemetry import Telemetry
 
 LIBRARIES = ("lightning", "accelerate", "transformers")
 """Packages that peers are named after, torch itself for the others; records hold their versions."""
@@ -47,12 +46,6 @@ LIBRARIES = ("lightning", "accelerate", "transformers")
 
 class Peering(Job):
     """The parts of one peer's training."""
-
-    _telemetry: Telemetry | None = None
-
-    @property
-    def started(self) -> bool:
-        return self._telemetry is not None and self._telemetry.phase != "starting"
 
     def go(self, stop: StopRequest) -> None:
         """Seed and build in the order of our own runs, so that weights and batches are theirs; train.
@@ -64,11 +57,8 @@ class Peering(Job):
         mark(record, mode, config)
         record.device, record.precision = device_name(device_of(config.trainer)), resolve_precision(config.trainer)
         announce(self._console, record, self._run_dir)
-        telemetry = Telemetry(
-            count=batch_counter(config.task),
-            warmup_steps=config.trainer.warmup_steps,
-            measure_peak=config.trainer.measure_peak,
-        )
+        self._compile = compile_callback(config, record)
+        telemetry = self._compile.telemetry  # of a peer, nothing else of it is used
         with together(config):
             L.seed_everything(config.seed, verbose=False)
             data = config.task.build_data(seed=config.seed)
@@ -83,7 +73,6 @@ class Peering(Job):
             )
             own = sum(parameter.numel() for parameter in module.parameters())
             telemetry.compiler.start()
-            self._telemetry = telemetry
             try:
                 loop = ARMS[mode.peer](work)
             finally:

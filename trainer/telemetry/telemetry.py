@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 
 from strategies import Program
-from strategies.loop import Loop
+from strategies.loop import Loop, gathered
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
 from trainer.telemetry.curves import Curves, Points
@@ -291,8 +291,7 @@ class Telemetry:
         """
         rates, peak = self.meter.steady.rates(), self._peak
         if together and self._loop.world_size > 1:
-            found: list[Any] = [None] * self._loop.world_size
-            distributed.all_gather_object(found, (self._rank_figures(), rates))
+            found = gathered((self._rank_figures(), rates))
             rates = added_up(rates, [each for _, each in found])
             if self._loop.is_first_process:
                 record.ranks = [figures for figures, _ in found]
