@@ -59,11 +59,11 @@ class Modular(Strategy):
 
     @property
     def needs_inductor(self) -> bool:
-        return any(part.compiles_with_inductor for part in self._compiled().values())
+        return any(part.needs_inductor for part in self._compiled().values())
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        return any(part.asks_for_cuda_graphs for part in self._compiled().values())
+        return any(part.uses_cuda_graphs for part in self._compiled().values())
 
     def apply(self, program: Program) -> None:
         from strategies.regions import compile_regions

@@ -62,7 +62,7 @@ class CompilerRequest:
             raise ValueError(
                 f"{key}.backend={self.backend!r} is not one of {tuple(sorted(known))}{near(self.backend, known)}"
             )
-        if not self.compiles_with_inductor:
+        if not self.needs_inductor:
             return
         if missing := missing_for_inductor():
             raise ValueError(f"{key}: {missing}")
@@ -79,18 +79,18 @@ class CompilerRequest:
                 raise ValueError(f"{key}.options: {str(error).splitlines()[0]}") from error
 
     @property
-    def compiles_with_inductor(self) -> bool:
+    def needs_inductor(self) -> bool:
         return self.backend == "inductor"
 
     @property
-    def asks_for_cuda_graphs(self) -> bool:
+    def uses_cuda_graphs(self) -> bool:
         """Whether the preset or an option asks Inductor for CUDA graphs; an option wins over the preset."""
         return bool(self.options.get("triton.cudagraphs", self.mode in CUDA_GRAPH_MODES))
 
     def compile_arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``, a fresh copy at each call (torch pops keys from ``options``)."""
         arguments: dict[str, Any] = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
-        if self.compiles_with_inductor:
+        if self.needs_inductor:
             # torch refuses mode and options together, so the preset is spelt out as the options it stands for.
             from torch._inductor import list_mode_options
 
@@ -108,14 +108,6 @@ class CompileOptions(CompilerRequest, Strategy):
 
     def check(self) -> None:
         self.check_machine(f"compile.{self.name}")
-
-    @property
-    def needs_inductor(self) -> bool:
-        return self.compiles_with_inductor
-
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        return self.asks_for_cuda_graphs
 
 
 def near(given: str, known: list[str]) -> str:

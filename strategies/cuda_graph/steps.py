@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -36,13 +36,6 @@ MAX_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
 UNLIKE = "not every weight has a gradient in each micro-batch"
 _TORCH = os.path.dirname(torch.__file__)
-
-
-class Kept:
-    """Tensors within a graph that every replay fills anew; opaque, so that nobody copies them at each step."""
-
-    def __init__(self, gradients: list[Tensor] | None) -> None:
-        self.gradients = gradients
 
 
 class StepCapture:
@@ -176,14 +169,15 @@ class StepCapture:
         elif self._graphs.captures > captures:
             # They lie in the graphs' memory, which every graph uses for something else.
             self._module.zero_grad(set_to_none=True)
-        self.gradients = kept.gradients if self._graphs.replays > replays else None
+        self.gradients = kept() if kept is not None and self._graphs.replays > replays else None
         self._loop.write_logs(logged)
         return outputs
 
     def _step(
         self, micro: MicroBatch, optimizer: GraphedStep | None, batch: Any
-    ) -> tuple[dict[str, Any], list[Any], Kept]:
-        """What a graph holds: the results of ``micro`` on ``batch``, what it logged, and sampled gradients."""
+    ) -> tuple[dict[str, Any], list[Any], Callable[[], list[Tensor]] | None]:
+        """What a graph holds: the results of ``micro`` on ``batch``, what it logged, and sampled gradients, which every
+        replay fills anew; as a function, so that nobody copies them at each step."""
         self._called = True
         if self._unreduced is not None:  # each time: what runs for a comparison uses them up
             self._unreduced.attach(empty=micro.begins)
@@ -200,15 +194,15 @@ class StepCapture:
         reaching = nothing if all_reached else self._reaching(micro)
         with self._loop.recording_logs() as logged, capturable, zeroing, reaching:
             if optimizer is None:
-                results = micro.forward_backward(batch), logged, Kept(None)
+                outputs = micro.forward_backward(batch)
                 if self._unreduced is not None and not micro.ends and not self._unreduced.keep():
                     self._graphs.unfit = StateChanges(UNLIKE)
-                return results
+                return outputs, logged, None
             if self._of._optimizer_step_pre_hooks or self._of._optimizer_step_post_hooks:
                 raise CannotCapture("a hook on its step runs on the host")
             outputs = micro.run(batch)
             sample = [parameter.grad.clone() for parameter in self.sample if parameter.grad is not None]
-            return outputs, logged, Kept(sample if len(sample) == len(self.sample) else None)
+            return outputs, logged, (lambda: sample) if len(sample) == len(self.sample) else None
 
     def _observe(self, micro: MicroBatch) -> Observation:
         """What ``training_step`` reads on the host; its batch index only where it makes use of it."""

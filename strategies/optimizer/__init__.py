@@ -144,7 +144,7 @@ class Optimizer(CompileOptions):
         options = {
             # The update compares what could change itself; guards would cost as much time as the kernels.
             "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-            **(INDUCTOR if self.compiles_with_inductor else {}),
+            **(INDUCTOR if self.needs_inductor else {}),
             **arguments.get("options", {}),
         }
         return FunctionalUpdate(

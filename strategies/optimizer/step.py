@@ -26,10 +26,6 @@ NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
 """Torch's optimizers whose steps are all alike."""
 
 
-class NothingCompiled(RuntimeError):
-    """The step was handed to the compiler and was not compiled."""
-
-
 class GraphedStep:
     """An optimizer's step within a CUDA graph of a whole training step; here one that needs nothing."""
 
@@ -92,7 +88,7 @@ def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Ca
             compiled = update.form == "eager" or update.adopted or counters["stats"]["unique_graphs"] > graphs
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if not compiled and any(parameter.grad is not None for parameter in parameters):
-                raise NothingCompiled(
+                raise RuntimeError(
                     "optimizer: the step was handed to the compiler and was not compiled (is TORCHDYNAMO_DISABLE set?)"
                 )
             after_first(update.facts())
