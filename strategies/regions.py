@@ -69,11 +69,22 @@ def compile_regions(program: Program, request: CompilerRequest, paths: Sequence[
 
 def switch_on(program: Program, region: Region) -> None:
     """Run ``region`` compiled from its next call on; the first time, it is handed to the compiler."""
+    module = region.module
     if region.compiled is None:
-        _hand_over(program, region.module, dict(region.arguments))
+        # Torch's question fails for a forward that was replaced by another kind of callable.
+        if inspect.isroutine(module.forward) and trace_rules.check(module.forward):
+            # In torch 2.11 Module.compile() is a silent no-op for a forward defined inside torch.nn (Sequential,
+            # TransformerEncoderLayer): Dynamo skips the frame. wrap_inline gives it one that it compiles.
+            call = external_utils.wrap_inline(module._call_impl)
+            module._compiled_call_impl = torch.compile(call, **region.arguments)
+        else:
+            module.compile(**region.arguments)
+        if program.padding is not None and program.padding.around_region is not None:
+            compiled: Any = module._compiled_call_impl
+            module._compiled_call_impl = program.padding.around_region(compiled)
         _guard(program, region)
-        region.compiled = region.module._compiled_call_impl
-    region.module._compiled_call_impl = region.compiled
+        region.compiled = module._compiled_call_impl
+    module._compiled_call_impl = region.compiled
 
 
 def switch_off(program: Program, region: Region, call: Callable[..., Any] | None = None) -> None:
@@ -171,19 +182,6 @@ def _guard(program: Program, region: Region) -> None:
         if other.path.startswith(f"{region.path}.") and isinstance(call, RegionCall):
             other.module._compiled_call_impl = call.compiled
     region.module._compiled_call_impl = RegionCall(region)
-
-
-def _hand_over(program: Program, module: nn.Module, arguments: dict[str, Any]) -> None:
-    # Torch's question fails for a forward that was replaced by another kind of callable.
-    if inspect.isroutine(module.forward) and trace_rules.check(module.forward):
-        # In torch 2.11 Module.compile() is a silent no-op for a forward defined inside torch.nn (Sequential,
-        # TransformerEncoderLayer): Dynamo skips the frame. wrap_inline gives it one that it compiles.
-        module._compiled_call_impl = torch.compile(external_utils.wrap_inline(module._call_impl), **arguments)
-    else:
-        module.compile(**arguments)
-    if program.padding is not None and program.padding.around_region is not None:
-        compiled: Any = module._compiled_call_impl
-        module._compiled_call_impl = program.padding.around_region(compiled)
 
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

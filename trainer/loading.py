@@ -25,7 +25,6 @@ from strategies.buckets.loaders import (
     PaddingCollate,
     evaluation_sizes,
     plan_notes,
-    planned,
     require_map_style,
     require_replaceable_order,
     with_buckets,
@@ -151,7 +150,7 @@ class LoaderPadder:
         self._batches = batches
         collate = PaddingCollate(loader.collate_fn, padding)
         self._collates["training"] = [collate]
-        self.program.report[padding.name] = planned(batches)
+        self.program.report[padding.name] = batches.planned()
         self.program.notes.extend(plan_notes(padding, batches, loader))
         return with_buckets(loader, batches, collate)
 

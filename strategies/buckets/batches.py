@@ -115,9 +115,17 @@ class BucketBatchSampler(Sampler[list[int]]):
             for bucket in np.unique(self._buckets)
         }
 
-    def batches_by_edge(self) -> list[int]:
-        """Batches an epoch on each rank, by edge."""
-        return [int(count) for count in np.bincount(self._buckets, minlength=len(self.edges))]
+    def planned(self) -> dict[str, Any]:
+        """For the record: what an epoch holds on each rank."""
+        return {
+            "edges": list(self.edges),
+            "batch_sizes": list(self.batch_sizes.values()),
+            "examples": self.examples.tolist(),
+            "batches_each_epoch": np.bincount(self._buckets, minlength=len(self.edges)).tolist(),
+            "left_out_each_epoch": self.left_out,
+            "longest": int(self.lengths.max()),
+            "expected_padded_share": self.planned_padded_share,
+        }
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -172,19 +172,6 @@ def with_collate(loader: DataLoader[Any], collate: PaddingCollate) -> DataLoader
     return copied
 
 
-def planned(batches: BucketBatchSampler) -> dict[str, Any]:
-    """For the record: what an epoch of ``batches`` holds."""
-    return {
-        "edges": list(batches.edges),
-        "batch_sizes": list(batches.batch_sizes.values()),
-        "examples": batches.examples.tolist(),
-        "batches_each_epoch": batches.batches_by_edge(),
-        "left_out_each_epoch": batches.left_out,
-        "longest": int(batches.lengths.max()),
-        "expected_padded_share": batches.planned_padded_share,
-    }
-
-
 def plan_notes(padding: Padding, batches: BucketBatchSampler, loader: DataLoader[Any]) -> list[str]:
     sizes = sorted({rows for several in padding.batch_sizes.values() for rows in several})
     rows = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
