@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable
@@ -283,23 +284,18 @@ def free_bytes() -> int | None:
     return None if free is None else min(free, _container())
 
 
-def words(file: Path) -> list[str]:
-    """Words of a file of the kernel's; none where it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8").split()
-    except OSError:
-        return []
-
-
 def _meminfo(name: str) -> int | None:
-    found = words(PROC / "meminfo")
-    return int(found[found.index(f"{name}:") + 1]) * 1024 if f"{name}:" in found else None
+    found = None
+    with suppress(OSError):
+        found = re.search(rf"^{name}:\s*(\d+) kB", (PROC / "meminfo").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def _container() -> int:
     """Most memory of the container."""
-    most = words(CGROUPS / "memory.max")
-    return int(most[0]) if most and most[0] != "max" else sys.maxsize
+    with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        return int((CGROUPS / "memory.max").read_text())
+    return sys.maxsize
 
 
 def cache_folder() -> Path:

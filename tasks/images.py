@@ -74,10 +74,6 @@ class Shape:
     def name(self) -> str:
         return f"{'big' if self.big else 'small'} {self.colour} {self.kind}"
 
-    @property
-    def place(self) -> str:
-        return f"{ROWS[self.cell // 3]} {COLUMNS[self.cell % 3]}"
-
 
 @dataclass(kw_only=True, slots=True)
 class Scene:
@@ -95,7 +91,9 @@ class Scene:
             return f"a {self.shapes[0].name}"
         if count == 2:
             return f"a {self.shapes[0].name} and a {self.shapes[1].name} on {self.ground}"
-        listed = ", ".join(f"a {shape.name} at the {shape.place}" for shape in self.shapes)
+        listed = ", ".join(
+            f"a {shape.name} at the {ROWS[shape.cell // 3]} {COLUMNS[shape.cell % 3]}" for shape in self.shapes
+        )
         caption = f"{NUMBERS[count - 1]} shapes on a {self.ground} ground: {listed}."
         if count >= 6:
             pairs = zip(self.shapes[:4], self.shapes[1:4], strict=False)

@@ -33,8 +33,7 @@ class ResumableSampler(DistributedSampler[int]):
         """``batch_size``: examples a batch on one rank, the unit in which ``resume`` counts."""
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.batch_size = batch_size
-        self._resume_epoch = 0
-        self._resume_batches = 0
+        self.resume(epoch=0, batches=0)
 
     def resume(self, *, epoch: int, batches: int) -> None:
         """Start at ``batches`` batches into ``epoch``; later epochs are whole."""

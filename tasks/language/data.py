@@ -175,7 +175,8 @@ class CollateMasked:
         targets_T[picked_T] = true_P = tokens_T[picked_T]
         draw_P = generator.random(len(true_P), dtype=np.float32)
         random_P = generator.integers(len(SPECIAL_TOKENS), self.token_count, len(true_P))
-        shown_P = np.where(draw_P < MASKED, self.task.network.mask_token, true_P)
+        mask_token = self.task.network.vocabulary_size - 1
+        shown_P = np.where(draw_P < MASKED, mask_token, true_P)
         tokens_T[picked_T] = np.where((draw_P >= MASKED) & (draw_P < MASKED + REPLACED), random_P, shown_P)
         return lengths, tokens_T, targets_T
 

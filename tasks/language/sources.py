@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tasks.base import Loading, require_choice, require_fields, require_share
 
-PACKINGS = ("packed", "documents", "packed_documents")
 Named = Iterable[tuple[str, str]]
 """Name and text of each document; the name decides on which side it falls."""
 
@@ -47,7 +46,7 @@ class TextData(Loading):
 
     def __post_init__(self) -> None:
         Loading.__post_init__(self)
-        require_choice("task.data.packing", self.packing, PACKINGS)
+        require_choice("task.data.packing", self.packing, ("packed", "documents", "packed_documents"))
         require_fields("task.data", self, max_tokens=2, pad_to=2, max_documents=2)
         require_share("task.data.val_share", self.val_share)
         if self.pad_to is not None and self.packing != "documents":
@@ -152,8 +151,6 @@ class Stdlib(TextData):
         for place, below, files in os.walk(folder):
             below[:] = set(below) - LEFT_OUT  # what is installed there is not looked through
             names += [Path(place, name).relative_to(folder).as_posix() for name in files if name.endswith(".py")]
-        if not names:
-            raise ValueError(f"{folder} holds no Python sources; take task/data=text")
         names.sort(key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest())
         for name in names:
             with contextlib.suppress(ValueError):  # a few are not UTF-8

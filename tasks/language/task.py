@@ -118,10 +118,6 @@ class BertNetwork(Dimensions):
     def dropped_attention(self) -> float:
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
-    @property
-    def mask_token(self) -> int:
-        return self.vocabulary_size - 1
-
 
 @dataclass(kw_only=True, slots=True)
 class TextTask(TrainedTask):
@@ -198,10 +194,8 @@ class LanguageModelling(TextTask):
     def build_net(self) -> nn.Module:
         from tasks.language.model import Gpt2, Llama
 
-        if isinstance(self.network, LlamaNetwork):
-            return Llama(self.network, loss_chunks=self.loss_chunks)
-        assert isinstance(self.network, Gpt2Network)
-        return Gpt2(self.network, loss_chunks=self.loss_chunks)
+        network: Any = self.network
+        return (Llama if isinstance(network, LlamaNetwork) else Gpt2)(network, loss_chunks=self.loss_chunks)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,13 +1,16 @@
-"""Fixtures of the tasks' tests: a private cache folder, a tiny network, image files."""
+"""Fixtures of the tasks' tests: a private cache folder, a tiny network, image files; and what torch counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.captioning.model import CaptionNet
 from tasks.captioning.task import CaptionerSize
@@ -18,6 +21,23 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep tokenizers out of the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "crucible"
+
+
+@pytest.fixture
+def counter() -> Iterator[CompileCounter]:
+    """A backend that counts graphs, with no compiled code from other tests, and none left to them."""
+    torch._dynamo.reset()
+    yield CompileCounter()
+    torch._dynamo.reset()
+
+
+def counted_flops(*losses: Callable[[], torch.Tensor]) -> int:
+    """Operations of forward and backward that torch counts, with the plain kernel of attention: fused ones differ in
+    what the counter knows of them from release to release."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as flops:
+        for loss in losses:
+            loss().backward()
+    return flops.get_total_flops()
 
 
 @pytest.fixture

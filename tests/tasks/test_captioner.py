@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import VisionTransformer, vit_b_16
 
 from tasks.captioning.data import CaptionBatch
 from tasks.captioning.model import CaptionNet, ImageEncoder
 from tasks.captioning.task import CaptionerSize, Captioning
+from tests.tasks.conftest import counted_flops
 
 BASE = Path(__file__).resolve().parents[2] / "conf" / "task" / "size" / "base.yaml"
 
@@ -53,15 +53,6 @@ def test_the_encoder_is_as_large_as_torchvisions() -> None:
     assert count == 86_567_656
 
 
-def test_equal_seeds_give_equal_weights(size: CaptionerSize) -> None:
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        nets.append(CaptionNet(size))
-    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_evaluation_counts_right_predictions_and_ignores_padding(net: CaptionNet, size: CaptionerSize) -> None:
     images, tokens = example(size)
     train_loss, *nothing = net(images, tokens)
@@ -84,9 +75,9 @@ def test_no_position_sees_a_later_token(net: CaptionNet, size: CaptionerSize) ->
     assert not torch.allclose(after[:, 6:], before[:, 6:])
 
 
-def test_forward_and_loss_compile_as_one_graph_in_each_mode(net: CaptionNet, size: CaptionerSize) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
+def test_forward_and_loss_compile_as_one_graph_in_each_mode(
+    net: CaptionNet, size: CaptionerSize, counter: CompileCounter
+) -> None:
     eager = net(*example(size))[0].item()
     net.compile(backend=counter, fullgraph=True)
     loss = net(*example(size))[0]
@@ -97,17 +88,17 @@ def test_forward_and_loss_compile_as_one_graph_in_each_mode(net: CaptionNet, siz
     with torch.no_grad():
         net(*example(size))
     assert counter.frame_count == 2
-    torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("path", ["encoder.blocks", "decoder.blocks"])
-def test_blocks_of_one_kind_share_one_compile(net: CaptionNet, size: CaptionerSize, path: str) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    blocks = list(net.get_submodule(path).children())
-    assert len(blocks) == 3
-    for block in blocks:
-        block.compile(backend=counter, fullgraph=True)
+@pytest.mark.parametrize("path", [*Captioning().declare().blocks, *Captioning().declare().parts])
+def test_blocks_of_one_kind_share_one_compile_and_each_part_has_its_own(
+    net: CaptionNet, size: CaptionerSize, path: str, counter: CompileCounter
+) -> None:
+    declared = net.get_submodule(path.removeprefix("net."))
+    regions = list(declared) if isinstance(declared, nn.ModuleList) else [declared]
+    assert len(regions) == (3 if path.endswith("blocks") else 1)
+    for region in regions:
+        region.compile(backend=counter, fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):
             net(*example(size))[0].backward()
@@ -116,26 +107,11 @@ def test_blocks_of_one_kind_share_one_compile(net: CaptionNet, size: CaptionerSi
         with torch.no_grad():
             net(*example(size))
     assert counter.frame_count == 2
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("path", Captioning().declare().parts)
-def test_each_declared_part_compiles_on_its_own(net: CaptionNet, size: CaptionerSize, path: str) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    net.get_submodule(path.removeprefix("net.")).compile(backend=counter, fullgraph=True)
-    net(*example(size))[0].backward()
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("same_width", [True, False])
 def test_training_flops_are_those_that_torch_counts(size: CaptionerSize, same_width: bool) -> None:
     size = replace(size, decoder_width=size.encoder_width) if same_width else size
     net = CaptionNet(size)
-    # The plain kernel, as fused ones differ in what the counter knows of them from release to release.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        net(*example(size))[0].backward()
-    images, tokens = example(size)
-    batch = CaptionBatch(images, tokens, 0)
-    assert Captioning(size=size).training_flops(batch) == counter.get_total_flops()
+    batch = CaptionBatch(*example(size), 0)
+    assert Captioning(size=size).training_flops(batch) == counted_flops(lambda: net(*example(size))[0])

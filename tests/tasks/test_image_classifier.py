@@ -8,21 +8,16 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import list_models
 from torchvision.transforms.functional import normalize
 
 from tasks import module as task_module
 from tasks.image_classification.model import MEAN, STD, ClassifierNet, build_model, skeleton
 from tasks.image_classification.task import ImageClassification
+from tests.tasks.conftest import counted_flops
 
 KINDS = ("resnet18", "vit_ti_16", "mobilenet_v3_small", "timm/test_vit")
 """A network whose stem and tail are taken apart, another one, and two of which only blocks and parts are known."""
-
-
-@pytest.fixture(autouse=True)
-def clean_compiler() -> None:
-    torch._dynamo.reset()
 
 
 def example(size: int = 64, *, images: int = 4, classes: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,21 +56,16 @@ def test_convolutional_networks_are_channels_last(name: str, expected: bool) -> 
 
 
 @pytest.mark.parametrize("name", ["resnet18", "timm/test_vit"])
-def test_forward_and_loss_compile_as_one_graph(name: str) -> None:
-    counter = CompileCounter()
+def test_forward_and_loss_compile_as_one_graph(name: str, counter: CompileCounter) -> None:
     net = ClassifierNet(build_model(name, classes=7, image_size=64))
     net.compile(backend=counter, fullgraph=True)
     net(*example())[0].backward()
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "graphs"),
-    [("resnet18", 7), ("timm/test_vit", 1)],
-)
-def test_blocks_of_one_size_share_one_compile(name: str, graphs: int) -> None:
+@pytest.mark.parametrize(("name", "graphs"), [("resnet18", 7), ("timm/test_vit", 1)])
+def test_blocks_of_one_size_share_one_compile(name: str, graphs: int, counter: CompileCounter) -> None:
     # ResNet-18: one for the first stage, two for each further one, whose first block changes the width.
-    counter = CompileCounter()
     net = ClassifierNet(build_model(name, classes=7, image_size=64))
     for path in ImageClassification(model=name).declare().blocks:
         for block in net.get_submodule(path.removeprefix("net.")).children():
@@ -163,9 +153,7 @@ def test_counting_agrees_with_the_network_that_trains_and_leaves_it_alone(name: 
     counted = task.training_flops(batch)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(weight.grad is None for weight in module.parameters())
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        module.net(*example(classes=30))[0].backward()
-    assert counted == counter.get_total_flops()
+    assert counted == counted_flops(lambda: module.net(*example(classes=30))[0])
 
 
 def test_every_classification_network_of_torchvision_can_be_built_without_memory() -> None:

@@ -16,8 +16,8 @@ from tasks.image_classification.task import ImageClassification, ImageFolder, La
 Write = Callable[..., Path]
 
 
-def load(data: LabelledData, *, image_size: int = 16, classes: int | None = None) -> LabelledDataModule:
-    module = ImageClassification(image_size=image_size, classes=classes, data=data).build_data(seed=0)
+def load(data: LabelledData) -> LabelledDataModule:
+    module = ImageClassification(image_size=16, data=data).build_data(seed=0)
     assert isinstance(module, LabelledDataModule)
     module.setup("fit")
     return module
@@ -126,12 +126,6 @@ def test_a_folder_that_cannot_be_used_is_named(
         load(ImageFolder(root=str(tmp_path), batch_size=1))
     assert str(caught.value).startswith(("task.data.root='/", f"{tmp_path}: "))
     assert "\n" not in str(caught.value)
-
-
-def test_a_class_beyond_the_networks_is_named_not_trained_on(tmp_path: Path, write_image: Write) -> None:
-    fill(write_image, "train/", {"a": 4, "b": 4, "c": 4, "d": 4}, size=(8, 8))
-    with pytest.raises(ValueError, match=r"task\.classes=3 must be at least 4, the classes of the data"):
-        load(ImageFolder(root=str(tmp_path), batch_size=4, num_workers=0), classes=3)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ import transformers
 import yaml
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.language.data import TextBatch
 from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
 from tasks.module import on_meta
+from tests.tasks.conftest import counted_flops
 
 NETWORKS = Path(__file__).resolve().parents[2] / "conf" / "task" / "network"
 GPT2 = Gpt2Network(layers=3, width=32, heads=2, vocabulary_size=300, max_tokens=24)
@@ -201,9 +200,9 @@ def test_under_autocast_logits_are_bf16_and_the_loss_is_float32() -> None:
 
 
 @pytest.mark.parametrize(("network", "chunks"), [(GPT2, 1), (GROUPED, 2)], ids=["gpt2", "grouped-chunks"])
-def test_forward_and_loss_compile_as_one_graph_in_each_mode(network: LanguageNetwork, chunks: int) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
+def test_forward_and_loss_compile_as_one_graph_in_each_mode(
+    network: LanguageNetwork, chunks: int, counter: CompileCounter
+) -> None:
     net = build(network, loss_chunks=chunks)
     eager = net(*example())[0].item()
     net.compile(backend=counter, fullgraph=True)
@@ -217,13 +216,10 @@ def test_forward_and_loss_compile_as_one_graph_in_each_mode(network: LanguageNet
         assert counter.frame_count == 2
         net(example()[0])
     assert counter.frame_count == 3
-    torch._dynamo.reset()
 
 
 @EACH
-def test_blocks_share_one_compile(network: LanguageNetwork) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
+def test_blocks_share_one_compile(network: LanguageNetwork, counter: CompileCounter) -> None:
     net = build(network)
     for block in net.get_submodule("blocks").children():
         block.compile(backend=counter, fullgraph=True)
@@ -231,14 +227,10 @@ def test_blocks_share_one_compile(network: LanguageNetwork) -> None:
         for _ in range(2):
             net(*example())[0].backward()
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 @EACH
 def test_flops_are_those_that_torch_counts(network: LanguageNetwork) -> None:
-    net = build(network)
-    # The plain kernel computes the full square of causal attention, and so it is counted.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        net(*example(rows=3, length=11))[0].backward()
-    task = LanguageModelling(network=network)
-    assert task.training_flops(TextBatch(torch.zeros(3, 12), 0)) == counter.get_total_flops()
+    net, task = build(network), LanguageModelling(network=network)
+    counted = counted_flops(lambda: net(*example(rows=3, length=11))[0])
+    assert task.training_flops(TextBatch(torch.zeros(3, 12), 0)) == counted

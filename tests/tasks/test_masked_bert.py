@@ -9,13 +9,12 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM
 
 from tasks.language.data import MaskedBatch
 from tasks.language.model import Bert
 from tasks.language.task import BertNetwork, MaskedLM
+from tests.tasks.conftest import counted_flops
 
 NETWORK = BertNetwork(layers=3, width=48, heads=4, vocabulary_size=300, max_tokens=40)
 BASE = Path(__file__).resolve().parents[2] / "conf" / "task" / "network" / "bert_base.yaml"
@@ -131,9 +130,7 @@ def test_what_padding_holds_changes_nothing(net: Bert) -> None:
     assert net(tokens, mask, targets)[2] == (targets != -100).sum()
 
 
-def test_forward_and_loss_compile_as_one_graph(net: Bert) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
+def test_forward_and_loss_compile_as_one_graph(net: Bert, counter: CompileCounter) -> None:
     tokens, mask, targets = example()
     eager = net(tokens, mask, targets)[0].item()
     net.compile(backend=counter, fullgraph=True)
@@ -141,25 +138,18 @@ def test_forward_and_loss_compile_as_one_graph(net: Bert) -> None:
     loss.backward()
     assert counter.frame_count == 1
     assert loss.item() == pytest.approx(eager)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("path", [*MaskedLM().declare().blocks, *MaskedLM().declare().parts])
-def test_blocks_share_one_compile_and_each_part_has_its_own(net: Bert, path: str) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
+def test_blocks_share_one_compile_and_each_part_has_its_own(net: Bert, path: str, counter: CompileCounter) -> None:
     declared = net.get_submodule(path.removeprefix("net."))
     for module in declared if isinstance(declared, nn.ModuleList) else [declared]:
         module.compile(backend=counter, fullgraph=True)
     net(*example())[0].backward()
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 def test_operations_are_those_that_torch_counts(net: Bert) -> None:
-    task = MaskedLM(network=NETWORK)
     tokens, mask, targets = example()
-    # The plain kernel, as fused ones differ in what the counter knows of them from release to release.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        net(tokens, mask, targets)[0].backward()
-    assert task.training_flops(MaskedBatch(tokens, targets, mask, 0)) == counter.get_total_flops()
+    batch = MaskedBatch(tokens, targets, mask, 0)
+    assert MaskedLM(network=NETWORK).training_flops(batch) == counted_flops(lambda: net(tokens, mask, targets)[0])

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.micro.data import GeneratedBatch, class_patterns, generator, noisy_examples
 from tasks.micro.model import TransformerBlock
 from tasks.micro.task import DIMENSIONS, Micro
+from tests.tasks.conftest import counted_flops
 from tests.trainer.lightning_modules import quiet_trainer
 
 SMALL: dict[str, dict[str, int]] = {
@@ -79,20 +78,6 @@ def test_a_model_learns_its_data_within_a_few_steps(model: str) -> None:
     assert accuracy > before[1]
 
 
-def test_validation_is_the_exact_mean_over_targets() -> None:
-    task = small("ragged", val_examples=13)
-    module, data = task.build_module(max_steps=1), task.build_data(seed=0)
-    trainer = quiet_trainer()
-    (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
-    module.eval()
-    with torch.no_grad():
-        results = [module.net(batch.inputs, batch.targets) for batch in data.val_dataloader()]
-    assert len(results) == 2
-    count = sum(float(count) for *_, count in results)
-    assert metrics["val/loss"] == pytest.approx(sum(float(loss * n) for loss, _, n in results) / count)
-    assert metrics["val/accuracy"] == pytest.approx(sum(float(correct) for _, correct, _ in results) / count)
-
-
 def test_inputs_have_the_precision_of_the_weights() -> None:
     task = small("convnet")
     module, data = task.build_module(max_steps=1), task.build_data(seed=0)
@@ -109,18 +94,14 @@ def test_operations_are_those_that_torch_counts_before_and_after_a_batch_is_move
     loaded = next(iter(data.train_dataloader()))
     net, batch = seeded(task), data.transfer_batch_to_device(loaded, torch.device("cpu"), 0)
     assert task.count(batch) == task.count(loaded)
-    # The plain kernel, as fused ones differ in what the counter knows of them from release to release.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        net(batch.inputs, batch.targets)[0].backward()
-    assert task.training_flops(batch) == task.training_flops(loaded) == counter.get_total_flops()
+    counted = counted_flops(lambda: net(batch.inputs, batch.targets)[0])
+    assert task.training_flops(batch) == task.training_flops(loaded) == counted
 
 
 @EVERY_MODEL
 def test_forward_and_loss_are_one_graph_but_of_the_graph_breaker(
-    model: str, capsys: pytest.CaptureFixture[str]
+    model: str, capsys: pytest.CaptureFixture[str], counter: CompileCounter
 ) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
     task = small(model)
     net, batch = seeded(task), first_batch(task)
     eager = net(batch.inputs, batch.targets)[0].item()
@@ -129,17 +110,15 @@ def test_forward_and_loss_are_one_graph_but_of_the_graph_breaker(
     # Before the print, between it and the branch, and what follows.
     assert counter.frame_count == (3 if model == "graph_breaker" else 1)
     assert capsys.readouterr().out == ""
-    torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("counter")
 def test_one_graph_asked_of_the_graph_breaker_fails_at_the_line_that_prints() -> None:
-    torch._dynamo.reset()
     task = small("graph_breaker")
     net, batch = seeded(task), first_batch(task)
     net.compile(backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r'(?s)micro/model\.py", line \d+, in forward.*print\('):
         net(batch.inputs, batch.targets)
-    torch._dynamo.reset()
 
 
 def test_the_graph_breakers_branch_is_taken_by_the_data() -> None:
@@ -151,9 +130,7 @@ def test_the_graph_breakers_branch_is_taken_by_the_data() -> None:
             torch.testing.assert_close(net(x_BD), net.tail(net.second(branch(net.first(x_BD))).relu(), None))
 
 
-def test_blocks_of_the_ragged_model_share_one_compile() -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
+def test_blocks_of_the_ragged_model_share_one_compile(counter: CompileCounter) -> None:
     task = small("ragged")
     net, batch = seeded(task), first_batch(task)
     assert len(net.blocks) == 3
@@ -161,7 +138,6 @@ def test_blocks_of_the_ragged_model_share_one_compile() -> None:
         block.compile(backend=counter, fullgraph=True)
     net(batch.inputs, batch.targets)[0].backward()
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 def test_the_block_gives_the_numbers_of_torchs_encoder_layer() -> None:
