@@ -140,10 +140,6 @@ def _middle(value: Estimate | None, factor: float = 1.0) -> str:
     return ABSENT if value is None else number(value.median * factor)
 
 
-def _share(value: Estimate) -> str:
-    return f"{value.median:.1%}"
-
-
 def _most(value: Estimate | None) -> str:
     """Of memory, and of counts, which are whole numbers."""
     most = None if value is None else max(value.values)
@@ -155,8 +151,8 @@ FIGURES: dict[str, tuple[str, Callable[[Estimate], str]]] = {
     "p95 ms": ("steady_step_seconds_p95", partial(_middle, factor=1e3)),
     "samples/s": ("samples_per_second", _middle),
     "useful tokens/s": ("useful_tokens_per_second", _middle),
-    "padding": ("padded_share", _share),
-    "of roofline": ("roofline_share", _share),
+    "padding": ("padded_share", lambda value: f"{value.median:.1%}"),
+    "of roofline": ("roofline_share", lambda value: f"{value.median:.1%}"),
     "J/sample": ("joules_per_sample", _middle),
     "final loss": ("final_loss", lambda value: f"{value.median:.4f}"),
     "compile s": ("compile_seconds", _middle),
@@ -306,23 +302,17 @@ def _escaped(text: str) -> str:
 def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
     """The comparisons with their rows; of an arm its name, its command, the folders of its runs, and medians by the
     names of the record's fields. What has no number, and the step at which nothing ever pays back, is null."""
-    return json.dumps(
-        finite([_plain(found) for found in comparisons]),
-        indent=1,
-        allow_nan=False,
-        default=lambda part: finite(asdict(part)),
-    )
-
-
-def _plain(found: WorkloadComparison) -> dict[str, Any]:
-    rows = []
-    for row in found.rows:
-        cell = row.cell
-        runs = {kind: [str(run.directory) for run in getattr(cell, kind)] for kind in ("cold", "warm", "failed")}
-        figures = {name: one.median for name, _ in FIGURES.values() if (one := figure_of(cell, name)) is not None}
-        own = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "cell"}
-        rows.append({"arm": cell.arm, "command": cell.command, "runs": runs, **own, "figures": figures})
-    return {field.name: getattr(found, field.name) for field in fields(found)} | {"rows": rows}
+    plain = []
+    for found in comparisons:
+        rows = []
+        for row in found.rows:
+            cell = row.cell
+            runs = {kind: [str(run.directory) for run in getattr(cell, kind)] for kind in ("cold", "warm", "failed")}
+            figures = {name: one.median for name, _ in FIGURES.values() if (one := figure_of(cell, name)) is not None}
+            own = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "cell"}
+            rows.append({"arm": cell.arm, "command": cell.command, "runs": runs, **own, "figures": figures})
+        plain.append({field.name: getattr(found, field.name) for field in fields(found)} | {"rows": rows})
+    return json.dumps(finite(plain), indent=1, allow_nan=False, default=lambda part: finite(asdict(part)))
 
 
 # ---- scaling: one training on several numbers of devices -------------------------------------------------------------

@@ -76,7 +76,12 @@ class TensorBoardPages:
         if record.ranks:
             self.scalars(rank_figures(record.ranks), step)
         if record.status == "finished":
-            self.scalars(final_figures(record), step)
+            values: dict[str, float | None] = {"whole_run/speed_to_eager": run_verdict(record).ratio}
+            for key, (name, _) in FINAL.items():
+                if key not in values:
+                    value = getattr(record, name)
+                    values[key] = value * 1e3 if value is not None and "_milliseconds" in key else value
+            self.scalars(values, step)
             self._writer._get_file_writer().add_summary(self._row_ends)
         self._writer.flush()
 
@@ -96,16 +101,6 @@ def events_table(events: Iterable[Event]) -> str:
 
 def _cell(text: str) -> str:
     return hidden(text).replace("|", "\\|").replace("\n", "<br>")
-
-
-def final_figures(record: RunRecord) -> dict[str, float | None]:
-    """What the run's row of the HParams table says, by key."""
-    values: dict[str, float | None] = {"whole_run/speed_to_eager": run_verdict(record).ratio}
-    for key, (name, _) in FINAL.items():
-        if key not in values:
-            value = getattr(record, name)
-            values[key] = value * 1e3 if value is not None and "_milliseconds" in key else value
-    return values
 
 
 def rank_figures(ranks: Sequence[RankFigures]) -> dict[str, float | None]:
