@@ -62,12 +62,20 @@ class Bench:
 
     def trial(self, paths: Sequence[str]) -> Outcome:
         torch.compiler.reset()
+        modules = [path for path in paths if path != OPTIMIZER]
         with contextlib.ExitStack() as stack:
             if OPTIMIZER not in paths:
                 stack.enter_context(aside(self._program))
             stack.callback(self._snapshot.restore)
             stack.callback(uncompile, self._program)
-            self._compile([path for path in paths if path != OPTIMIZER])
+            for path in modules:
+                # In place, with the options of the region that it lies in.
+                region = next(region for region in self.arguments if holds(region, path))
+                arguments = copy.deepcopy(self.arguments[region])  # torch pops keys from options
+                # Compiled apart, what were parts of one graph would have one code for their several sizes.
+                if len(modules) > 1 and fixed_sizes(self._program, modules, arguments["dynamic"]):
+                    arguments["dynamic"] = False
+                compile_in_place(self._program, path, arguments)
             self._snapshot.restore()
             for kind, batch in self._batches.items():
                 try:
@@ -81,16 +89,6 @@ class Bench:
                 if facts["verdict"] != "passed":
                     return Outcome(differs=False, reason=facts["reason"], batch=kind)
         return Outcome(differs=False)
-
-    def _compile(self, paths: Sequence[str]) -> None:
-        """In place, with the options of the region that each path lies in."""
-        for path in paths:
-            region = next(region for region in self.arguments if holds(region, path))
-            arguments = copy.deepcopy(self.arguments[region])  # torch pops keys from options
-            # Compiled apart, what were parts of one graph would have one code for their several sizes.
-            if len(paths) > 1 and fixed_sizes(self._program, paths, arguments["dynamic"]):
-                arguments["dynamic"] = False
-            compile_in_place(self._program, path, arguments)
 
 
 def _node(module: nn.Module, path: str) -> Node:

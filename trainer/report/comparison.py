@@ -179,7 +179,7 @@ def _rows(cells: Sequence[Cell], baseline: Cell | None, start: str, at_steps: Se
     for row in rows:
         if any_warm:
             row.warm_warmup_seconds = row.cell.over("warmup_seconds", "warm")
-        _set_cost(row, base, start)
+        _compare(row, base, start)
         if row.cost is not None:
             base_cost = None if base is None else base.cost
             row.fixed_seconds = start_seconds + statistics.overhead_seconds(row.cost, base_cost)
@@ -187,8 +187,8 @@ def _rows(cells: Sequence[Cell], baseline: Cell | None, start: str, at_steps: Se
     return rows
 
 
-def _set_cost(row: Row, base: Row | None, start: str) -> None:
-    """Ratio, cost and break-even of a row; the baseline's own come first."""
+def _compare(row: Row, base: Row | None, start: str) -> None:
+    """Set ratio, cost and break-even of a row; the baseline's own come first."""
     other = None if row is base else base
     work = 1.0 if base is None else _work(row, base)
     if work != 1.0:
@@ -198,7 +198,13 @@ def _set_cost(row: Row, base: Row | None, start: str) -> None:
         )
     step = None if row.step_seconds is None else row.step_seconds.median * work
     if other is not None:
-        row.ratio = _ratio(row, other, work)
+        ours, theirs = row.cell.finished, other.cell.finished
+        # ``cached`` starts as its store happens to be, and eager beside it cold: then runs pair without their starts.
+        starts = {run.record.start for run in ours} & {run.record.start for run in theirs}
+        row.ratio = statistics.ratio(_samples(ours, work, starts), _samples(theirs, 1.0, starts))
+        # Tables, pictures, break-even and the verdict go by ``shown`` alone: what withholds a verdict belongs here.
+        if row.ratio is not None and any(flag.startswith(BUSY) for flag in (*row.flags, *other.flags)):
+            row.ratio = dataclasses.replace(row.ratio, verdict=NOT_SHOWN)  # others may have made the difference
         if row.ratio is not None and other.step_seconds is not None:
             # By the ratio, not by the arm's own median: pairs leave out what the machine did from round to round.
             step = other.step_seconds.median / row.ratio.value
@@ -210,20 +216,6 @@ def _set_cost(row: Row, base: Row | None, start: str) -> None:
     row.cost = Cost(step_seconds=step, **medians)
     if other is not None and other.cost is not None and row.ratio is not None and row.ratio.shown:
         row.break_even_steps = statistics.break_even_steps(row.cost, other.cost)
-
-
-def _ratio(row: Row, base: Row, work: float) -> Ratio | None:
-    """How many times faster a row's arm is than the baseline, and whether that is shown.
-
-    Tables, pictures, break-even and the verdict go by its ``shown`` alone: what withholds a verdict belongs here.
-    """
-    ours, theirs = row.cell.finished, base.cell.finished
-    # ``cached`` starts as its store happens to be, and eager beside it cold: then runs pair without their starts.
-    starts = {run.record.start for run in ours} & {run.record.start for run in theirs}
-    found = statistics.ratio(_samples(ours, work, starts), _samples(theirs, 1.0, starts))
-    if found is not None and any(flag.startswith(BUSY) for flag in (*row.flags, *base.flags)):
-        return dataclasses.replace(found, verdict=NOT_SHOWN)  # the others may have made the difference
-    return found
 
 
 def _samples(runs: Sequence[Run], work: float, starts: Collection[str | None]) -> list[Sample]:

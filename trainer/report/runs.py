@@ -142,7 +142,12 @@ def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | Non
     """
     found: dict[Path, list[Run]] = {}
     for path in paths:
-        files = _record_files(path)
+        # What exists by that name is not a pattern: Hydra writes brackets and equals signs into names of folders.
+        matches = [str(path)] if Path(path).exists() else sorted(glob.glob(str(path), recursive=True))
+        given = [Path(match) for match in matches]
+        files = [file for one in given for file in (sorted(one.rglob(FILE_NAME)) if one.is_dir() else [one])]
+        if not files:
+            raise ValueError(f"{path}: " + (f"no {FILE_NAME} in it or below" if given else "no such file or folder"))
         for file in files:
             if (key := file.resolve()) in found:
                 continue
@@ -167,16 +172,6 @@ def _runs_in(file: Path) -> list[Run]:
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{place}: not a run record ({error})") from error
     return runs
-
-
-def _record_files(path: str | Path) -> list[Path]:
-    given = Path(path)
-    # What exists by that name is not a pattern: Hydra writes brackets and equals signs into names of folders.
-    matches = [given] if given.exists() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    files = [file for match in matches for file in (sorted(match.rglob(FILE_NAME)) if match.is_dir() else [match])]
-    if not files:
-        raise ValueError(f"{path}: no {FILE_NAME} in it or below" if matches else f"{path}: no such file or folder")
-    return files
 
 
 def group(runs: Sequence[Run]) -> list[Cell]:

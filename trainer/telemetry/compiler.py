@@ -221,11 +221,8 @@ def line_about(event: Event) -> str:
         where = f" at {shown(place.file)}:{place.number} {place.function or ''}".rstrip()
         if place.code and event.kind != "recompile":  # whose line is the function's first
             where += f" `{cut(place.code.split('  #')[0], MAX_CODE)}`"
-    return f"compile: {KINDS[event.kind]}{when}{where}: {cut(reason(event.reason), MAX_REASON)}"
-
-
-def reason(text: str) -> str:
-    """The most telling of the compiler's words: the explanation below a title, else the first line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # The most telling of the compiler's words: the explanation below a title, else the first line.
+    lines = [line.strip() for line in event.reason.splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines[1:2] if line.startswith("Explanation: ")]
-    return (explained or lines or ["no reason given"])[0]
+    reason = (explained or lines or ["no reason given"])[0]
+    return f"compile: {KINDS[event.kind]}{when}{where}: {cut(reason, MAX_REASON)}"
