@@ -58,8 +58,6 @@ Figures = dict[str, tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """An arm's figures."""
-
     arm: str
     compared: Row
     figures: Figures

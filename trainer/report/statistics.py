@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -101,12 +100,14 @@ def ratio(arm: Sequence[Sample], baseline: Sequence[Sample], *, alike: bool = Tr
         value = math.exp(statistics.fmean(theirs) - statistics.fmean(ours))
         return Ratio(value, None, None, 0, NOT_SHOWN)
     spread = max(statistics.stdev(ours), statistics.stdev(theirs))
-    pairs = _pairs(arm, baseline)
-    if len(pairs) >= MIN_PAIRS:
-        logs = [math.log(other.seconds / one.seconds) for one, other in pairs]
+    others = {sample.key: sample.seconds for sample in baseline}
+    # A key that several runs of a side share makes no pair.
+    alone = len(others) == len(baseline) and len({sample.key for sample in arm}) == len(arm)
+    logs = [math.log(others[sample.key] / sample.seconds) for sample in arm if alone and sample.key in others]
+    if len(logs) >= MIN_PAIRS:
         half_width = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
         spread = spread if alike else statistics.stdev(logs) / math.sqrt(2)  # a ratio holds the noise of both sides
-        return _judged(statistics.fmean(logs), half_width, spread, pairs=len(pairs))
+        return _judged(statistics.fmean(logs), half_width, spread, pairs=len(logs))
     return _judged(statistics.fmean(theirs) - statistics.fmean(ours), _welch(ours, theirs), spread)
 
 
@@ -130,15 +131,6 @@ def t_quantile(degrees: float) -> float:
 
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788)
 """97.5% quantiles of Student's t for 1, 2, ... degrees of freedom."""
-
-
-def _pairs(arm: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Runs of both arms that share a key; none when a key belongs to several runs."""
-    for side in (arm, baseline):
-        if max(Counter(sample.key for sample in side).values()) > 1:
-            return []
-    others = {sample.key: sample for sample in baseline}
-    return [(sample, others[sample.key]) for sample in arm if sample.key in others]
 
 
 def _welch(first: Sequence[float], second: Sequence[float]) -> float:

@@ -288,7 +288,6 @@ def markdown(comparisons: Sequence[WorkloadComparison], scalings: Sequence[tuple
 
 
 def piped(columns: Columns) -> list[str]:
-    """A table in Markdown."""
     rules = (" --- " if name in TEXT_COLUMNS else " ---: " for name in columns)
     rows = (columns, *(map(_escaped, row) for row in zip(*columns.values(), strict=True)))
     head, *body = (f"| {' | '.join(row)} |" for row in rows)

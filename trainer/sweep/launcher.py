@@ -157,7 +157,6 @@ class IsolatedLauncher(Launcher):
         return PlannedCell(overrides=overrides, arm=arm, words=words, job=job, start=start, record=record)
 
     def _command(self, cell: PlannedCell, config: DictConfig) -> list[str]:
-        """The command of one cell: ours, with the flags and Hydra overrides of the sweep."""
         devices = config.trainer.devices or 1
         by_torchrun = OmegaConf.get_type(config.run) is Peer and devices != 1  # ours start the others themselves
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}", "-m", "trainer"]

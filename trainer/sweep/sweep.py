@@ -152,7 +152,6 @@ def _cause(cell: PlannedCell, exit_code: int) -> str:
 
 
 def loaded(directory: Path) -> RunRecord | None:
-    """The record that a cell has left."""
     with contextlib.suppress(ValueError):
         return RunRecord.load(directory)
     return None

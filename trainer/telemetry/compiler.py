@@ -79,7 +79,6 @@ class CompilerMonitor:
         dynamo_callback.on_compile_end(self._on_end)
 
     def stop(self) -> None:
-        """Stop watching; figures stay."""
         self.collect()
         handler = dynamo_callback.callback_handler
         with contextlib.suppress(ValueError):  # torch._dynamo.reset() clears them behind our back

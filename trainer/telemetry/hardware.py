@@ -253,6 +253,5 @@ def _best_seconds(device: torch.device, work: Callable[[], Any]) -> float:
 
 
 def note_machine(record: RunRecord, loop: Loop) -> None:
-    """Write into ``record`` what the run runs on."""
     record.device, record.device_type = device_name(loop.device), loop.device.type
     record.world_size, record.precision = loop.world_size, loop.precision

@@ -263,7 +263,6 @@ class StepClock:
         self._last = self.now()
 
     def lap(self, step: Step) -> None:
-        """End a lap of ``step`` here; the next one begins."""
         if self._first is None:
             self._first = self._last
         began, self._last = self._last, self.now()
@@ -294,7 +293,6 @@ class SeenShapes:
         self._again = 0
 
     def new(self, batch: Any) -> bool:
-        """Whether the shapes of ``batch`` are new."""
         shape = shape_of(batch)
         if shape in self._seen or len(self._seen) >= MAX_SHAPES:
             self._again += 1

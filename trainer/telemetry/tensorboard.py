@@ -54,7 +54,6 @@ class TensorBoardPages:
         self._writer.flush()
 
     def scalars(self, values: Mapping[str, float | None], step: int) -> None:
-        """Write the figures that exist at ``step``."""
         present = {key: value for key, value in values.items() if value is not None}
         if self._writer is not None:
             # One event for all of them: twenty add_scalar calls would cost half a millisecond more.
