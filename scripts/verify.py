@@ -39,7 +39,6 @@ Exit codes: 0 all that can be compared holds, 1 something does not or a training
 APART = re.compile(r"^[+~]*(compile|repeat|profile)\b")
 """Overrides of a published command that are an arm's, or that a verification sets by itself: the latter are OWN."""
 OWN = ("repeat=", "profile=")
-EXPERIMENT = re.compile(r"^experiment=(\w+)$")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -148,7 +147,7 @@ def in_small(command: list[str]) -> str:
     """The experiment that is a published one's in small."""
     from trainer.cli import CONF
 
-    experiment = next((found[1] for word in command if (found := EXPERIMENT.match(word))), "")
+    experiment = next((word.removeprefix("experiment=") for word in command if word.startswith("experiment=")), "")
     names = (experiment if experiment.endswith("smoke") else "", f"{experiment}_smoke")
     return next((name for name in names if name and (CONF / "experiment" / f"{name}.yaml").is_file()), "smoke")
 

@@ -70,13 +70,16 @@ GROUPS = {
 
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
-    from trainer.process import end_with_first, keep_streams
+    from trainer.process import end_with_first, keep_streams, signal_at_end_of_parent
     from trainer.sweep import environment, plan
 
     working_directory_last()
     keep_streams()
     end_with_first()
-    environment.end_with_parent()
+    if os.environ.get(environment.SWEEP_VARIABLE) == str(os.getppid()):
+        # When the sweep dies, even by SIGKILL, its cell stops with a checkpoint: a sweep that is resumed gives the
+        # cell's directory to another process.
+        signal_at_end_of_parent(signal.SIGTERM)
     try:
         sys.argv[1:] = plan.expanded(sys.argv[1:])
     except ValueError as error:
@@ -219,13 +222,15 @@ def train(cfg: DictConfig) -> int:
     from trainer.config import to_config
     from trainer.process import importing, start_early
     from trainer.settings import Peer
-    from trainer.sweep.environment import SWEEP_VARIABLE, launched, require_sweep
+    from trainer.sweep.environment import SWEEP_VARIABLE, launched
     from trainer.sweep.folders import OwnFolder, is_first_process, taken
     from trainer.sweep.launcher import flags
 
     settings = HydraConfig.get()
     config = to_config(cfg, settings.overrides.task)
-    require_sweep(config.repeat)
+    if config.repeat is not None and SWEEP_VARIABLE not in os.environ:
+        given = f"repeat={config.repeat!r}"
+        raise ValueError(f"{given}: a sweep gives its cells caches of their own, use -m repeat=cold,warm")
     together = launched(os.environ) is not None
     alone = not together and is_first_process()
     run_dir = OwnFolder.wanted if together else Path(settings.runtime.output_dir)

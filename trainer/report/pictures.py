@@ -65,12 +65,10 @@ def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
         from matplotlib.ticker import FuncFormatter, NullLocator
 
         for arm in arms:
-            ratio = known[arm].ratio
-            look: dict[str, Any] = {
-                "alpha": 1.0 if ratio is None or ratio.shown else PALE,
-                "zorder": 3 if known[arm] is base else 2,
-            }
-            axes.plot(steps, [height(arm, one) for one in steps], color=palette[arm], linewidth=1.9, **look)
+            ratio, order = known[arm].ratio, 3 if known[arm] is base else 2
+            alpha = 1.0 if ratio is None or ratio.shown else PALE
+            heights = [height(arm, one) for one in steps]
+            axes.plot(steps, heights, color=palette[arm], linewidth=1.9, alpha=alpha, zorder=order)
         axes.set(xscale="log", xlim=(low, high), xlabel="optimizer steps")
         axes.set_ylim(0, max(1.15, 1.08 * max(height(arm, high) for arm in arms)))
         axes.axhline(1.0, color=MUTED, linewidth=1.0)
@@ -81,8 +79,8 @@ def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
             if crossed.arm in arms and low < crossed.from_steps < high:
                 place = (crossed.from_steps, height(crossed.arm, crossed.from_steps))
                 axes.plot(*place, "o", color=palette[crossed.arm], markeredgecolor=PAPER, zorder=5)
-                above: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center", "size": 9}
-                axes.annotate(f"{crossed.from_steps:,}", place, **above)
+                text = f"{crossed.from_steps:,}"
+                axes.annotate(text, place, textcoords="offset points", xytext=(0, 7), ha="center", size=9)
     return figure
 
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.process import PARENT, signal_at_end_of_parent
+from trainer.process import PARENT
 from trainer.telemetry.machine import processor_name
 from trainer.telemetry.record import RunRecord
 
@@ -32,15 +31,6 @@ CACHES_DIRECTORY = "caches"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def end_with_parent() -> None:
-    """Ask the kernel (Linux) for a SIGTERM when the sweep dies, even by SIGKILL: the cell then stops with a checkpoint.
-
-    A cell that went on alone would write into a directory that a resumed sweep has given to another process.
-    """
-    if os.environ.get(SWEEP_VARIABLE) == str(os.getppid()):
-        signal_at_end_of_parent(signal.SIGTERM)
-
-
 def cache_variables(caches: Path, *, store: bool = True) -> dict[str, str]:
     """Environment variables that make ``caches`` the place of all compile caches, and of ``compile=cached``'s store."""
     return {
@@ -48,12 +38,6 @@ def cache_variables(caches: Path, *, store: bool = True) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(caches / "triton"),
         **({"CRUCIBLE_CACHE_URL": str(caches / "artifacts")} if store else {}),
     }
-
-
-def require_sweep(repeat: str | None) -> None:
-    """Raise ValueError where ``repeat`` asks for caches that only a sweep gives to its cells."""
-    if repeat is not None and SWEEP_VARIABLE not in os.environ:
-        raise ValueError(f"repeat={repeat!r}: a sweep gives its cells caches of their own, use -m repeat=cold,warm")
 
 
 def git_commit(root: Path = ROOT) -> str | None:

@@ -31,12 +31,13 @@ from rich.console import Console
 
 import __main__
 from trainer.config import to_config
+from trainer.process import handled, present_handlers
 from trainer.report.runs import Run
 from trainer.settings import Peer
 from trainer.sweep import plan
 from trainer.sweep.environment import CACHES_DIRECTORY, described
 from trainer.sweep.plan import PlannedCell
-from trainer.sweep.sweep import run_cells, stopping_signals, summarize
+from trainer.sweep.sweep import run_cells, summarize
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
 """Name that this module has in ``hydra.launcher._target_``."""
@@ -83,7 +84,9 @@ class IsolatedLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the cells, print their table. Raises SystemExit (128 + signal) when a signal ended the sweep."""
         directory = Path(str(self._config.hydra.sweep.dir))
-        with plan.alone(directory), stopping_signals() as signals:
+        signals: list[int] = []  # those to stop, as they arrive: the running cell decides how it ends
+        take = dict.fromkeys(present_handlers(), lambda number, _: signals.append(number))
+        with plan.alone(directory), handled(take):
             command = plan.again(sys.argv[1:], directory)
             cells = self._cells(job_overrides, directory)
             run_cells(cells, signals, self._console.print)

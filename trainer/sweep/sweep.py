@@ -10,13 +10,12 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
 
-from trainer.process import handled, present_handlers
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run
@@ -72,14 +71,6 @@ def _look_back(cells: Sequence[PlannedCell], log: Callable[[str], None]) -> None
 
 def _cold(cells: Sequence[PlannedCell], warm: PlannedCell) -> PlannedCell:
     return next(each for each in cells if each.pair == warm.pair and each.start == "cold")
-
-
-@contextlib.contextmanager
-def stopping_signals() -> Iterator[list[int]]:
-    """The signals to stop that arrive inside, one after the other: the running cell decides how it ends."""
-    found: list[int] = []
-    with handled(dict.fromkeys(present_handlers(), lambda number, _: found.append(number))):
-        yield found
 
 
 def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
