@@ -15,7 +15,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,12 +181,15 @@ def find_peak(device: torch.device, precision: str, *, measure: bool | None) -> 
     """Look up and measure; ``measure=None`` measures on a CUDA device only."""
     kind = matrix_kind(device, precision)
     wanted = device.type == "cuda" if measure is None else measure
-    return Peak(
+    found = Peak(
         matrix_precision=kind,
         peak_teraflops_datasheet=datasheet_teraflops(device_name(device), kind),
         peak_teraflops_measured=measured_teraflops(device, kind) if wanted else None,
         peak_gigabytes_per_second_measured=measured_gigabytes_per_second(device) if wanted else None,
     )
+    if wanted and device.type == "cuda":
+        torch.cuda.empty_cache()  # here, where nothing holds the matrices any more
+    return found
 
 
 def matrix_kind(device: torch.device, precision: str) -> str | None:
@@ -211,8 +214,8 @@ def measured_teraflops(device: torch.device, kind: str | None) -> float | None:
     """Best rate of products of two large random matrices, TFLOP/s; None where there is no memory for them."""
     if kind is None or device.type not in COPIED_BYTES:
         return None
-    best = 0.0
-    with contextlib.suppress(torch.OutOfMemoryError), _only_meanwhile(device) as generator:
+    best, generator = 0.0, torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
+    with contextlib.suppress(torch.OutOfMemoryError):
         for size in (CUDA_SIZE,) if device.type == "cuda" else HOST_SIZES:
             teraflop = 2 * size**3 / 1e12
             if best and teraflop / best >= MAX_SECONDS / 10:
@@ -228,20 +231,11 @@ def measured_gigabytes_per_second(device: torch.device) -> float | None:
     """Best rate of a copy of random bytes, read and written, GB/s; None where there is no memory for it."""
     if (size := COPIED_BYTES.get(device.type)) is None:
         return None
-    with contextlib.suppress(torch.OutOfMemoryError), _only_meanwhile(device) as generator:
+    generator = torch.Generator(device).manual_seed(0)
+    with contextlib.suppress(torch.OutOfMemoryError):
         source = torch.empty(size, dtype=torch.uint8, device=device).random_(generator=generator)
         return 2 * size / _best_seconds(device, partial(torch.empty_like(source).copy_, source)) / 1e9
     return None
-
-
-@contextlib.contextmanager
-def _only_meanwhile(device: torch.device) -> Iterator[torch.Generator]:
-    """A generator, as the run's own random numbers stay as they are; what was allocated is given back afterwards."""
-    try:
-        yield torch.Generator(device).manual_seed(0)
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _best_seconds(device: torch.device, work: Callable[[], Any]) -> float:
