@@ -50,7 +50,7 @@ def test_a_renamed_private_class_does_not_break_the_import() -> None:
 def test_a_training_under_an_untried_lightning_goes_on_and_names_what_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(L, "__version__", "2.7.0")
+    monkeypatch.setattr(L.pytorch, "__version__", "2.7.0")
     callback = Compile([Regional(backend="aot_eager")], blocks=("layers",))
     fit(Blocks(), tmp_path, [callback])
     reason = "Lightning 2.7.0 was not tried: pip install"

@@ -22,7 +22,6 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -34,6 +33,7 @@ from trainer.loops.private import (
     is_overridden,
     kinds,
     muted,
+    package_of,
     replace,
     replaced,
     untried,
@@ -55,7 +55,7 @@ class LightningLoop(Processes):
     """The training loop of one ``Trainer.fit``; see ``Loop`` for what the members mean."""
 
     def __init__(self, trainer: L.Trainer, *, cuda_graphs: bool = False) -> None:
-        self._trainer = trainer
+        self._trainer, self._call = trainer, package_of(trainer).trainer.call
         self.cuda_graphs = cuda_graphs
         self.module = trainer.lightning_module
         self.manual = self.module is not None and not self.module.automatic_optimization
@@ -126,7 +126,7 @@ class LightningLoop(Processes):
             return f"{type(trainer.strategy).__name__} keeps state that cannot be copied and restored"
         if getattr(trainer.strategy.model, "static_graph", False):
             return "DDP with static_graph=True takes what its first backward does for what all later ones do"
-        if (reason := untried()) is not None:
+        if (reason := untried(self._trainer)) is not None:
             return reason
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             return "training_step takes its batches from the loader itself (dataloader_iter)"
@@ -144,7 +144,7 @@ class LightningLoop(Processes):
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        trainer, module, call_hooks = self._trainer, self.module, call._call_callback_hooks
+        trainer, module, call_hooks = self._trainer, self.module, self._call._call_callback_hooks
 
         def of_others(whose: L.Trainer, *given: Any, **named: Any) -> None:
             if whose is not trainer:
@@ -153,7 +153,7 @@ class LightningLoop(Processes):
         with (
             # Other threads read these at any time: a progress bar finds itself in ``trainer.callbacks``. So that list
             # stays as it is, only its hooks are not called, and what stands in for a logger says what the logger says.
-            replaced(call, "_call_callback_hooks", of_others),
+            replaced(self._call, "_call_callback_hooks", of_others),
             replaced(trainer, "_loggers", [muted(logger) for logger in trainer.loggers]),
             # A manual step tells it when an optimizer step begins, and not when that ends with an error.
             replaced(trainer, "profiler", PassThroughProfiler()),
@@ -183,7 +183,7 @@ class LightningLoop(Processes):
 
         trainer = self._trainer
         optimizer = trainer.strategy._lightning_optimizers[0]
-        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, keep_loss)
+        self._call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, keep_loss)
         return losses[-1]
 
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
@@ -203,22 +203,22 @@ class LightningLoop(Processes):
         with evaluating(self.module), as_capturing(False), inference:
             if step == "training_step":
                 return self._training_step(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0))
-            call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
-            call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
+            self._call._call_lightning_module_hook(trainer, "on_validation_epoch_start")
+            self._call._call_lightning_module_hook(trainer, "on_validation_batch_start", batch, 0)
             given = loop._build_step_args_from_hook_kwargs(loop._build_kwargs(batch, 0, None), step)
-            return call._call_strategy_hook(trainer, step, *given)
+            return self._call._call_strategy_hook(trainer, step, *given)
 
     def to_device(self, batch: Any) -> Any:
         """Convert and move a batch as Lightning's loops do, hooks of the module and the data module included."""
         batch = self._trainer.precision_plugin.convert_input(batch)
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
+        return self._call._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=0)
 
     # ---- standing around the loop's own steps ----------------------------------------------------------------------
 
     def why_not_capture(self) -> Iterator[str]:
         module = self.module
-        if (reason := untried()) is not None:
+        if (reason := untried(self._trainer)) is not None:
             yield reason
             return
         if not module.automatic_optimization:
@@ -339,7 +339,7 @@ class LightningLoop(Processes):
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
     def _training_step(self, arguments: Mapping[str, Any]) -> Any:
-        return call._call_strategy_hook(self._trainer, "training_step", *arguments.values())
+        return self._call._call_strategy_hook(self._trainer, "training_step", *arguments.values())
 
     def _closure(self, batch: Any, inspect: Inspect | None) -> Callable[[], Tensor]:
         automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
@@ -366,7 +366,7 @@ class LightningLoop(Processes):
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         batch = _rebuilt(batch)
-        call._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
+        self._call._call_lightning_module_hook(self._trainer, "on_train_batch_start", batch, number)
         return self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
 
 

@@ -25,13 +25,6 @@ from torch import Tensor
 from strategies.loop import Inspect, Span
 
 
-def untried() -> str | None:
-    """Why no step is run apart from the training in this version of Lightning; None where it was tried."""
-    if L.__version__.startswith("2.6."):
-        return None
-    return f"Lightning {L.__version__} was not tried: pip install 'lightning>=2.6,<2.7'"
-
-
 def kinds(*classes: Any) -> tuple[Any, ...]:
     """Lightning's ``classes`` and those of the same names in ``pytorch_lightning``, a copy of ``lightning.pytorch``.
 
@@ -39,6 +32,20 @@ def kinds(*classes: Any) -> tuple[Any, ...]:
     """
     modules = [sys.modules.get(one.__module__.replace("lightning.pytorch", "pytorch_lightning")) for one in classes]
     return (*classes, *(getattr(module, one.__name__) for module, one in zip(modules, classes, strict=True) if module))
+
+
+def package_of(trainer: L.Trainer) -> Any:
+    """``lightning.pytorch`` or ``pytorch_lightning``, of which ``trainer`` is one."""
+    kind = next(one for one in kinds(L.Trainer) if isinstance(trainer, one))
+    return sys.modules[kind.__module__.removesuffix(".trainer.trainer")]
+
+
+def untried(trainer: L.Trainer) -> str | None:
+    """Why no step is run apart from the training in this version of Lightning; None where it was tried."""
+    version = package_of(trainer).__version__
+    if version.startswith("2.6."):
+        return None
+    return f"Lightning {version} was not tried: pip install 'lightning>=2.6,<2.7'"
 
 
 def is_overridden(hook: str, module: L.LightningModule) -> bool:
