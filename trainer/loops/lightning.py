@@ -183,7 +183,9 @@ class LightningLoop(Processes):
 
         trainer = self._trainer
         optimizer = trainer.strategy._lightning_optimizers[0]
-        self._call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, keep_loss)
+        self._call._call_lightning_module_hook(
+            trainer, "optimizer_step", trainer.current_epoch, 0, optimizer, keep_loss
+        )
         return losses[-1]
 
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
