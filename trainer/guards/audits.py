@@ -385,22 +385,19 @@ class Schedule:
         self._shapes: set[str] = set()
 
     def due(self, batch: Any, *, later: bool = False) -> bool:
-        """Count a step on ``batch`` that begins; returns whether it is to be audited, which ``later`` puts off."""
+        """Count a step on ``batch`` that begins; returns whether it is to be audited, which ``later`` puts off. So is the
+        first one of its shape, on one device: several may be given different shapes."""
         self.steps += 1
-        new = not later and self._is_new(batch)
-        if later or (self.steps < self._next and not new):
+        if later:
             return False
-        self._started = time.perf_counter()
-        self._began = self._began or self._started
-        return True
-
-    def _is_new(self, batch: Any) -> bool:
-        """Whether the batch is the first of its shape, on one device: several may be given different shapes."""
-        if self.steps > SHAPES_WITHIN or len(self._shapes) >= SHAPES or self._loop.world_size > 1:
-            return False
-        before = len(self._shapes)
-        self._shapes.add(shapes_of(batch))
-        return len(self._shapes) > max(1, before)
+        known, due = len(self._shapes), self.steps >= self._next
+        if self.steps <= SHAPES_WITHIN and known < SHAPES and self._loop.world_size == 1:
+            self._shapes.add(shapes_of(batch))
+            due |= len(self._shapes) > max(1, known)
+        if due:
+            self._started = time.perf_counter()
+            self._began = self._began or self._started
+        return due
 
     def next(self, spent: float) -> None:
         """An audit is over, all of them have taken ``spent`` seconds; every process calls this."""

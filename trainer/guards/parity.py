@@ -355,8 +355,7 @@ class ParityGate:
         """Whether neither loss nor gradients can say much."""
         if across:
             return figures["draws"].get("loss", {"tolerance": math.inf})["tolerance"] > SAYS_NOTHING
-        kinds = ["gradient_norm", *(["loss"] if "loss" in figures else [])]
-        return min(map(self._steps[0].tolerance, kinds)) > SAYS_NOTHING
+        return min(figures[kind]["tolerance"] for kind in ("gradient_norm", "loss") if kind in figures) > SAYS_NOTHING
 
 
 def _rough(optimizer: torch.optim.Optimizer) -> bool:

@@ -51,9 +51,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target, syncs and renames. Lightning's own writer stages in the system's temporary folder,
     and across file systems its final move is a copy that a kill leaves half done.
 
-    Args:
-        background: Whether ``save_checkpoint`` copies to host memory (pinned where a file's tensors are on a GPU) and
-            returns, while a thread writes. The next save waits for that, and so does the end of the training.
+    In the ``background``, ``save_checkpoint`` copies to host memory (pinned where a file's tensors are on a GPU) and
+    returns, while a thread writes. The next save waits for that, and so does the end of the training.
     """
 
     def __init__(self, *, background: bool = False) -> None:

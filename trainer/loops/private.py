@@ -179,14 +179,12 @@ MAX_BATCHES = 32
 
 
 class ManualSteps:
-    """Steps one module.
+    """Steps one module, whose ``arguments`` of a training step are made from a batch and its index, after the hook
+    before the batch.
 
     The pieces are those of Lightning's manual loop, some of them private to it: optimizers count into its progress,
     from which ``trainer.global_step`` is read, and a gradient scaler scales. See ``_ManualOptimization`` in
     https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/pytorch/loops/optimization/manual.py
-
-    Args:
-        arguments: Makes the arguments of a training step from a batch and its index, after the hook before the batch.
     """
 
     def __init__(self, trainer: L.Trainer, arguments: Callable[[Any, int], Any]) -> None:
