@@ -36,14 +36,10 @@ class Watcher(Protocol):
 class PlainLoop(OneProcess):
     """Trains ``module`` with ``optimizer``; see ``Loop`` for what the members mean.
 
-    Args:
-        module: On its device, with ``training_step(batch, batch_index)`` that returns the loss, and
-            ``validation_step`` where it is to be validated.
-        optimizer: Over the module's parameters.
-        schedule: Steps after each optimizer step.
-        micro_batches: Batches of an optimizer step.
-        clip: Largest norm of the gradients; None = no clipping.
-        precision: ``bf16-mixed`` enters autocast, anything else is left to the module.
+    The module is on its device, with ``training_step(batch, batch_index)`` that returns the loss, and
+    ``validation_step`` where it is to be validated. ``micro_batches`` make an optimizer step, after which ``schedule``
+    steps. ``clip`` is the largest norm of the gradients; None = no clipping. ``precision="bf16-mixed"`` enters
+    autocast, anything else is left to the module.
     """
 
     scaler = None

@@ -293,8 +293,7 @@ class CompiledTraining:
         line = f"on_difference=eager: the run continues in eager. {error}"
         rank_zero_warn(line)
         self.program.notes.append(line)
-        event = Event(kind="fallback", reason=line, step=self.telemetry.steps_done + 1)
-        self.telemetry.compiler.events.append(event)
+        self.telemetry.compiler.events.append(Event(kind="fallback", reason=line, step=self.telemetry.steps_done + 1))
 
     def _release(self) -> None:
         """Give the loop its own steps back, in the opposite order."""
