@@ -202,10 +202,10 @@ def test_audits_cost_their_share_of_a_run_and_no_more(tmp_path: Path) -> None:
     taken: list[float] = []
     look = audits.eager_forward
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **named: Any) -> Any:
         CLOCK.sleep(0.2)
         taken.append(CLOCK.now)
-        return look(*arguments)
+        return look(*arguments, **named)
 
     class Steps(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -228,9 +228,9 @@ def test_audited_seconds_are_no_part_of_any_step(tmp_path: Path, monkeypatch: py
 
     look = audits.eager_forward
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **named: Any) -> Any:
         CLOCK.sleep(100.0)
-        return look(*arguments)
+        return look(*arguments, **named)
 
     monkeypatch.setattr(audits, "eager_forward", slow)
     stop_time(monkeypatch)
