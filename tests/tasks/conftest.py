@@ -1,10 +1,12 @@
-"""Fixtures of the tasks' tests: a private cache folder, a tiny network, image files; and what torch counts."""
+"""Of the tasks' tests: a private cache folder, a tiny network, image files; data opened, a training, operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from PIL import Image
@@ -12,8 +14,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tasks import Task
 from tasks.captioning.model import CaptionNet
 from tasks.captioning.task import CaptionerSize
+from tests.trainer.lightning_modules import quiet_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +33,43 @@ def counter() -> Iterator[CompileCounter]:
     torch._dynamo.reset()
     yield CompileCounter()
     torch._dynamo.reset()
+
+
+def opened(task: Task) -> Any:
+    """The task's data module, ready to load."""
+    data = task.build_data(seed=0)
+    data.setup("fit")
+    return data
+
+
+class Recorder(L.Callback):
+    """Keeps the weights before the first step, and of each step the tensors of its batch, as lists, and its loss."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, torch.Tensor] = {}
+        self.batches: list[list[Any]] = []
+        self.losses: list[float] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.first = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append([field.tolist() for field in batch if isinstance(field, torch.Tensor)])
+        self.losses.append(float(outputs["loss"]))
+
+
+def fit(
+    task: Task, *callbacks: L.Callback, steps: int, module: L.LightningModule | None = None, **options: Any
+) -> tuple[L.Trainer, Recorder]:
+    """Train ``steps`` steps of ``module``, by default one with seeded weights, on data in the order of the seed 0."""
+    if module is None:
+        torch.manual_seed(0)
+        module = task.build_module(max_steps=steps)
+    resume, recorder = options.pop("ckpt_path", None), Recorder()
+    settings = {"max_steps": steps, "max_epochs": -1, "num_sanity_val_steps": 0, "limit_val_batches": 0, **options}
+    trainer = quiet_trainer(callbacks=[recorder, *callbacks], **settings)
+    trainer.fit(module, datamodule=task.build_data(seed=0), ckpt_path=resume)
+    return trainer, recorder
 
 
 def counted_flops(*losses: Callable[[], torch.Tensor]) -> int:

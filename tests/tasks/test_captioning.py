@@ -10,17 +10,16 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tasks.captioning.task import CaptionerSize, Captioning, Shapes
-from tests.trainer.lightning_modules import quiet_trainer
+from tests.tasks.conftest import fit, opened
 
 
 def test_validation_writes_the_exact_mean(size: CaptionerSize, tmp_path: Path) -> None:
     task = Captioning(size=size, data=Shapes(batch_size=8, train_images=16, val_images=13, num_workers=0))
-    data, module = task.build_data(seed=0), task.build_module(max_steps=2)
-    trainer = quiet_trainer(max_steps=2, logger=TensorBoardLogger(tmp_path, name="", version=""))
-    trainer.fit(module, datamodule=data)
-    module.eval()
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    trainer, _ = fit(task, steps=2, limit_val_batches=None, logger=logger)
+    net = trainer.lightning_module.net.eval()
     with torch.no_grad():
-        results = [module.net(batch.images, batch.tokens) for batch in data.val_dataloader()]
+        results = [net(batch.images, batch.tokens) for batch in opened(task).val_dataloader()]
     count = sum(float(count) for _, _, count in results)
     mean = sum(float(loss) * float(count) for loss, _, count in results) / count
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(mean, rel=1e-5)
@@ -51,12 +50,9 @@ def test_only_matrices_decay_and_the_rate_warms_up_and_falls(size: CaptionerSize
 
 
 def test_it_learns_the_embedded_data_within_a_few_steps(size: CaptionerSize) -> None:
-    torch.manual_seed(0)
     data = Shapes(batch_size=8, train_images=320, val_images=32, num_workers=0, max_objects=2)
     task = Captioning(size=size, data=data, learning_rate=5e-3, warmup_steps=5)
-    loader, module = task.build_data(seed=0), task.build_module(max_steps=40)
-    trainer = quiet_trainer(max_steps=40, num_sanity_val_steps=0)
-    trainer.fit(module, datamodule=loader)
-    (result,) = trainer.validate(module, datamodule=loader, verbose=False)
+    trainer, _ = fit(task, steps=40, limit_val_batches=None)
+    (result,) = trainer.validate(trainer.lightning_module, datamodule=trainer.datamodule, verbose=False)
     assert result["val/loss"] < 2.0, "the logarithm of the vocabulary is 5.9"
     assert result["val/token_accuracy"] > 0.4

@@ -6,22 +6,20 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tasks.captioning.data import CaptionDataModule
 from tasks.captioning.task import CaptionData, CaptionerSize, Captioning, Coco
 from tasks.images import read_image
+from tests.tasks.conftest import opened
 
 Write = Callable[..., Path]
 
 
-def load(size: CaptionerSize, data: CaptionData) -> CaptionDataModule:
-    module = Captioning(size=size, data=data).build_data(seed=0)
-    assert isinstance(module, CaptionDataModule)
-    module.setup("fit")
-    return module
+def load(size: CaptionerSize, data: CaptionData) -> Any:
+    return opened(Captioning(size=size, data=data))
 
 
 def write_coco(file: Path, captions: dict[str, list[str]]) -> None:
@@ -93,8 +91,7 @@ def test_captions_that_cannot_be_used_are_left_out_and_counted(
         write_coco(tmp_path / "annotations" / f"captions_{split}.json", captions)
         captions |= {"0.png": ["fine", " ", "word " * 300]}
     task = Captioning(size=size, data=Coco(root=str(tmp_path), batch_size=1, num_workers=1))
-    data = task.build_data(seed=0)
-    data.setup("fit")
+    data = opened(task)
     assert sum(1 for loader in (data.train_dataloader(), data.val_dataloader()) for _ in loader) == 6
     assert data.skipped == {"empty caption": 1, "caption too long": 1}
 

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning as L
 import pytest
-import torch
 import yaml
 
 from tasks.image_classification.task import ImageClassification, LabelledShapes
-from tests.trainer.lightning_modules import quiet_trainer
+from tests.tasks.conftest import fit, opened
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "conf" / "experiment"
-
-
-def fit(task: ImageClassification, steps: int) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
-    torch.manual_seed(0)
-    data, module = task.build_data(seed=0), task.build_module(max_steps=steps)
-    trainer = quiet_trainer(max_steps=steps, num_sanity_val_steps=0)
-    trainer.fit(module, datamodule=data)
-    return trainer, module, data
 
 
 def test_the_network_has_an_output_for_each_class_or_as_many_as_are_asked_for() -> None:
     for asked, outputs in ((None, 30), (1000, 1000)):
         task = ImageClassification(model="timm/test_vit", image_size=32, classes=asked, initialise="host")
         module = task.build_module(max_steps=1)
-        batch = next(iter_batches(task))
+        batch = next(iter(opened(task).val_dataloader()))
         assert module.net(batch.images).shape == (16, outputs)
     with pytest.raises(ValueError, match=r"^task\.classes=10 must be at least 30, the classes of the data$"):
-        iter_batches(ImageClassification(classes=10))
-
-
-def iter_batches(task: ImageClassification) -> object:
-    data = task.build_data(seed=0)
-    data.setup("fit")
-    return iter(data.val_dataloader())
+        opened(ImageClassification(classes=10))
 
 
 def test_it_learns_the_embedded_data_within_a_few_steps() -> None:
@@ -44,8 +28,8 @@ def test_it_learns_the_embedded_data_within_a_few_steps() -> None:
     task = ImageClassification(
         model="timm/test_efficientnet", image_size=48, warmup_steps=10, learning_rate=5e-3, data=data
     )
-    trainer, module, module_data = fit(task, 80)
-    (result,) = trainer.validate(module, datamodule=module_data, verbose=False)
+    trainer, _ = fit(task, steps=80, limit_val_batches=None)
+    (result,) = trainer.validate(trainer.lightning_module, datamodule=trainer.datamodule, verbose=False)
     assert result["val/loss"] < 2.7, "the logarithm of 30 classes is 3.4"
     assert result["val/accuracy"] > 0.12, "chance is 0.03"
 
@@ -66,7 +50,7 @@ def test_an_experiment_is_the_published_network_and_its_smoke_run_trains(name: s
     assert (full["model"], full["image_size"], full["classes"]) == (name, 224, 1000)
     data = LabelledShapes(**{**smoke.pop("data"), "train_images": 4})
     task = ImageClassification(**smoke, data=data, initialise="host")
-    module, batch = task.build_module(max_steps=1), next(iter_batches(task))
+    module, batch = task.build_module(max_steps=1), next(iter(opened(task).val_dataloader()))
     module.training_step(batch, 0).backward()
     assert all(weight.grad is not None for weight in module.parameters())
     assert task.training_flops(batch) is not None

@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torchvision import datasets
 
-from tasks.image_classification.model import LabelledDataModule
 from tasks.image_classification.task import ImageClassification, ImageFolder, LabelledData, LabelledShapes
+from tests.tasks.conftest import opened
 
 Write = Callable[..., Path]
 
 
-def load(data: LabelledData) -> LabelledDataModule:
-    module = ImageClassification(image_size=16, data=data).build_data(seed=0)
-    assert isinstance(module, LabelledDataModule)
-    module.setup("fit")
-    return module
+def load(data: LabelledData) -> Any:
+    return opened(ImageClassification(image_size=16, data=data))
 
 
 def test_a_drawn_image_and_its_class_depend_on_seed_split_and_index_alone() -> None:
@@ -62,8 +60,7 @@ def test_batches_are_bytes_and_classes(workers: int) -> None:
         image_size=16,
         data=LabelledShapes(batch_size=4, train_images=16, val_images=6, num_workers=workers, distinct=3),
     )
-    data = task.build_data(seed=0)
-    data.setup("fit")
+    data = opened(task)
     for batch in data.train_dataloader():
         assert (batch.images.dtype, tuple(batch.images.shape)) == (torch.uint8, (4, 3, 16, 16))
         assert (batch.targets.dtype, tuple(batch.targets.shape)) == (torch.int64, (4,))
@@ -98,9 +95,7 @@ def test_a_broken_image_ends_the_loading_with_its_name(tmp_path: Path, write_ima
     for split in ("train/", "val/"):
         fill(write_image, split, {"a": 4, "b": 4})
     (tmp_path / "train" / "b" / "broken.png").write_bytes(b"broken")
-    data = ImageClassification(image_size=16, data=ImageFolder(root=str(tmp_path), batch_size=3, num_workers=1))
-    module = data.build_data(seed=0)
-    module.setup("fit")
+    module = load(ImageFolder(root=str(tmp_path), batch_size=3, num_workers=1))
     with pytest.raises(ValueError, match=r"broken\.png does not decode"):
         list(module.train_dataloader()), list(module.val_dataloader())
 

@@ -18,7 +18,7 @@ from tasks.image_classification.task import LabelledShapes
 from tasks.language.sources import Stdlib
 from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
 from tasks.module import is_on_meta, on_meta, start
-from tests.trainer.lightning_modules import quiet_trainer
+from tests.tasks.conftest import fit
 from trainer.callback import Compile
 from trainer.peers import placed
 
@@ -63,27 +63,6 @@ def build(task: Task, seed: int = 3) -> L.LightningModule:
     return task.build_module(max_steps=4)
 
 
-class Watch(L.Callback):
-    """Keeps the weights before the first step, and the losses."""
-
-    def __init__(self) -> None:
-        self.first: dict[str, torch.Tensor] = {}
-        self.losses: list[float] = []
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.first = {name: value.clone() for name, value in pl_module.state_dict().items()}
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
-def fit(task: Task, module: L.LightningModule, *callbacks: L.Callback) -> Watch:
-    watch = Watch()
-    trainer = quiet_trainer(max_steps=3, max_epochs=-1, callbacks=[watch, *callbacks], limit_val_batches=0)
-    trainer.fit(module, datamodule=task.build_data(seed=0))
-    return watch
-
-
 @EVERY_TASK
 def test_those_drawn_on_the_device_are_what_the_same_build_draws_there_under_the_seed(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -94,18 +73,18 @@ def test_those_drawn_on_the_device_are_what_the_same_build_draws_there_under_the
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state()), "nothing drawn yet"
     assert all(tensor.is_meta for tensor in module.state_dict().values())
     torch.rand(7)  # whatever is drawn between building and training
-    watch = fit(task, module)
+    _, trained = fit(task, module=module, steps=3)
     reference = build(small(name, initialise="host"))
-    assert list(watch.first) == list(reference.state_dict())
+    assert list(trained.first) == list(reference.state_dict())
     for path, value in reference.state_dict().items():
-        assert torch.equal(watch.first[path], value), path
+        assert torch.equal(trained.first[path], value), path
     buffers = dict(module.named_buffers())
     assert not any(tensor.is_meta for tensor in (*module.parameters(), *buffers.values()))
     assert set(buffers) == set(dict(reference.named_buffers()))
     shapes = [(parameter.shape, parameter.stride()) for parameter in module.parameters()]
     assert shapes == [(parameter.shape, parameter.stride()) for parameter in reference.parameters()], "ties and formats"
     assert model_digest(module) == model_digest(reference) == model_digest(build(task)), "one key for compiled code"
-    assert watch.losses == fit(task, reference).losses
+    assert trained.losses == fit(task, module=reference, steps=3)[1].losses
 
 
 @EVERY_TASK
@@ -130,7 +109,7 @@ def test_a_network_compiled_before_its_weights_are_there_learns_as_eager(monkeyp
     for strategies in ([], [Regional(backend="eager")]):
         torch._dynamo.reset()
         compile_ = Compile(strategies, whole=declared.whole, blocks=declared.blocks, parts=declared.parts, save=False)
-        losses.append(fit(task, build(task), compile_).losses)
+        losses.append(fit(task, compile_, module=build(task), steps=3)[1].losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert compile_.record.regions_compiled == compile_.record.regions
     torch._dynamo.reset()
@@ -144,7 +123,7 @@ def test_a_refusal_before_the_weights_are_there_is_what_is_said(monkeypatch: pyt
     monkeypatch.setattr(modules, "LARGE", 1)
     task = small("micro")
     with pytest.raises(ValueError, match=r"^compile\.buckets: no$"):
-        fit(task, build(task), Refusing())
+        fit(task, Refusing(), module=build(task), steps=3)
 
 
 class Computes(nn.Linear):

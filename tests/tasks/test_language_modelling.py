@@ -11,8 +11,7 @@ import torch
 from tasks.language.data import TextBatch
 from tasks.language.sources import Stdlib
 from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
-from tasks.module import ScoredModule
-from tests.trainer.lightning_modules import quiet_trainer
+from tests.tasks.conftest import fit
 
 LLAMA = LlamaNetwork(
     layers=2, width=16, heads=2, key_value_heads=1, hidden_width=32, vocabulary_size=300, max_tokens=16
@@ -23,28 +22,6 @@ GPT2 = Gpt2Network(layers=2, width=16, heads=2, vocabulary_size=300, max_tokens=
 def task_of(network: LanguageNetwork = LLAMA, **options: Any) -> LanguageModelling:
     options.setdefault("data", Stdlib(batch_size=4, max_documents=24, max_tokens=16))
     return LanguageModelling(network=network, warmup_steps=0, **options)
-
-
-class Losses(L.Callback):
-    """Keeps the loss of every training step."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.values.append(float(outputs["loss"]))
-
-
-def fit(task: LanguageModelling, *callbacks: L.Callback, steps: int) -> tuple[ScoredModule, list[float]]:
-    L.seed_everything(0, verbose=False)
-    module, data = task.build_module(max_steps=steps), task.build_data(seed=0)
-    losses = Losses()
-    trainer = quiet_trainer(
-        max_steps=steps, max_epochs=-1, callbacks=[losses, *callbacks], num_sanity_val_steps=0, limit_val_batches=2
-    )
-    trainer.fit(module, datamodule=data)
-    assert isinstance(module, ScoredModule)
-    return module, losses.values
 
 
 def test_options_at_odds_with_the_network_are_refused() -> None:
@@ -69,7 +46,7 @@ def test_a_large_networks_gradients_are_freed_as_soon_as_they_are_used(monkeypat
     monkeypatch.setattr("tasks.module.LARGE", 1)
     _, large = fit(task_of(), Watch(), steps=3)
     assert held == [False, False, False]
-    assert large == small
+    assert large.losses == small.losses
 
 
 def test_a_batch_is_counted_and_predicted() -> None:
@@ -87,6 +64,6 @@ def test_only_documents_are_declared_ragged() -> None:
 
 def test_it_learns_the_embedded_text_within_a_few_steps() -> None:
     network = Gpt2Network(layers=2, width=32, heads=2, vocabulary_size=300, max_tokens=32)
-    _, losses = fit(task_of(network, data=Stdlib(batch_size=8, max_documents=64)), steps=60)
+    losses = fit(task_of(network, data=Stdlib(batch_size=8, max_documents=64)), steps=60)[1].losses
     assert losses[0] == pytest.approx(5.7, abs=0.4), "the logarithm of the vocabulary"
     assert sum(losses[-5:]) / 5 < 4.0

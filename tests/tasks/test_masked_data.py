@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tasks.base import BEGIN, END, PAD
 from tasks.language.data import CollateMasked
 from tasks.language.sources import Stdlib, TextFiles
 from tasks.language.task import BertNetwork, MaskedLM
-from tests.trainer.lightning_modules import quiet_trainer
+from tests.tasks.conftest import opened
+from tests.tasks.test_resume import train
 
 MASK, TOKENS = 999, 900
 WORDS = ("red", "green", "blue", "round", "square", "small", "large", "left", "right", "above", "below", "and", "or")
@@ -104,8 +103,7 @@ def small(folder: Path, *, attention_dropout: float | None = None, **data: Any) 
 
 def test_the_masks_token_is_none_of_the_tokenizers(folder: Path) -> None:
     task = small(folder)
-    data = task.build_data(seed=0)
-    data.setup("fit")
+    data = opened(task)
     assert data.tokenizer.get_vocab_size() <= 319
     batch = next(iter(data.train_dataloader()))
     assert (batch.tokens == 319).any()
@@ -115,52 +113,22 @@ def test_the_masks_token_is_none_of_the_tokenizers(folder: Path) -> None:
     assert counts.useful_tokens == (batch.tokens != PAD).sum()
 
 
-class Recorder(L.Callback):
-    """Keeps what each training step read and its loss."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[list[list[int]], list[list[int]], float]] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.steps.append((batch.tokens.tolist(), batch.targets.tolist(), float(outputs["loss"])))
-
-
-def train(task: MaskedLM, checkpoints: Path, *, resume: Path | None = None) -> Recorder:
-    """Train 12 steps, 5 to an epoch, with a checkpoint after the seventh."""
-    torch.manual_seed(0)
-    recorder = Recorder()
-    trainer = quiet_trainer(
-        enable_checkpointing=True,
-        max_steps=12,
-        max_epochs=-1,
-        callbacks=[recorder, ModelCheckpoint(checkpoints, filename="{step}", every_n_train_steps=7, save_top_k=-1)],
-        num_sanity_val_steps=0,
-        limit_val_batches=1,
-    )
-    trainer.fit(
-        task.build_module(max_steps=12), datamodule=task.build_data(seed=3), ckpt_path=str(resume) if resume else None
-    )
-    return recorder
-
-
 @pytest.mark.parametrize("packing", ["documents", "packed_documents"])
 def test_epochs_are_masked_anew_and_a_resumed_run_or_a_worker_masks_as_the_whole_one(
     folder: Path, tmp_path: Path, packing: str
 ) -> None:
     task = small(folder, packing=packing, attention_dropout=0.0)
     task.network.dropout = 0.0  # Lightning alone does not restore its random numbers
-    whole = train(task, tmp_path / "a").steps
-    masked_rows = [tuple(targets) for _, batch, _ in whole for targets in batch]
+    whole = train(task, tmp_path / "a")
+    masked_rows = [tuple(row) for (_, targets, *_), _ in whole for row in targets]
     assert len(set(masked_rows)) == len(masked_rows), "no row is masked twice alike"
-    resumed = train(task, tmp_path / "b", resume=tmp_path / "a" / "step=7.ckpt").steps
-    assert resumed == whole[7:]
+    assert train(task, tmp_path / "b", resume=tmp_path / "a" / "step=7.ckpt") == whole[7:]
     task.data.num_workers = 1
-    assert train(task, tmp_path / "c").steps == whole
+    assert train(task, tmp_path / "c") == whole
 
 
 def test_validation_masks_alike_each_time(folder: Path) -> None:
-    data = small(folder).build_data(seed=0)
-    data.setup("fit")
+    data = opened(small(folder))
     one, other = (next(iter(data.val_dataloader())) for _ in range(2))
     assert torch.equal(one.tokens, other.tokens)
     assert torch.equal(one.targets, other.targets)

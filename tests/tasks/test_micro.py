@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from tasks.micro.data import GeneratedBatch, class_patterns, generator, noisy_examples
 from tasks.micro.model import TransformerBlock
 from tasks.micro.task import DIMENSIONS, Micro
-from tests.tasks.conftest import counted_flops
+from tests.tasks.conftest import counted_flops, opened
 from tests.trainer.lightning_modules import quiet_trainer
 
 SMALL: dict[str, dict[str, int]] = {
@@ -28,8 +28,7 @@ def small(model: str, **options: int) -> Micro:
 
 
 def first_batch(task: Micro) -> GeneratedBatch:
-    data = task.build_data(seed=0)
-    data.setup("fit")
+    data = opened(task)
     return data.transfer_batch_to_device(next(iter(data.train_dataloader())), torch.device("cpu"), 0)
 
 
@@ -53,8 +52,7 @@ def test_an_example_depends_on_its_key_alone(shape: tuple[int, ...]) -> None:
 def test_a_model_learns_its_data_within_a_few_steps(model: str) -> None:
     task = small(model, train_examples=64, batch_size=32)
     torch.manual_seed(0)
-    module, data = task.build_module(max_steps=60), task.build_data(seed=0)
-    data.setup("fit")
+    module, data = task.build_module(max_steps=60), opened(task)
     train, val = (
         [data.transfer_batch_to_device(batch, torch.device("cpu"), 0) for batch in loader]
         for loader in (data.train_dataloader(), data.val_dataloader())
@@ -89,8 +87,7 @@ def test_inputs_have_the_precision_of_the_weights() -> None:
 @EVERY_MODEL
 def test_operations_are_those_that_torch_counts_before_and_after_a_batch_is_moved(model: str) -> None:
     task = small(model)
-    data = task.build_data(seed=0)
-    data.setup("fit")
+    data = opened(task)
     loaded = next(iter(data.train_dataloader()))
     net, batch = seeded(task), data.transfer_batch_to_device(loaded, torch.device("cpu"), 0)
     assert task.count(batch) == task.count(loaded)
@@ -194,8 +191,7 @@ def test_images_are_channels_last_and_lengths_are_ragged() -> None:
     assert first_batch(task).inputs.is_contiguous(memory_format=torch.channels_last)
     assert task.count(first_batch(task)).tokens is None
     task = small("ragged")
-    data = task.build_data(seed=0)
-    data.setup("fit")
+    data = opened(task)
     lengths = data.train_set.lengths
     assert len(set(lengths)) > 5
     assert 4 <= min(lengths) <= max(lengths) == 32

@@ -20,7 +20,7 @@ from tasks.language.model import Bert
 from tasks.language.packing import WINDOW, CollatePacked, PackedSampler, first_fit, warn_without_kernel
 from tasks.language.sources import Stdlib
 from tasks.language.task import BertNetwork, LanguageModelling, MaskedLM
-from tests.tasks.conftest import counted_flops
+from tests.tasks.conftest import counted_flops, opened
 from tests.tasks.test_masked_data import collate, document
 
 NETWORK = BertNetwork(layers=3, width=48, heads=2, vocabulary_size=1000, max_tokens=40)
@@ -181,8 +181,7 @@ def task_of(**changes: Any) -> MaskedLM:
 
 def test_rows_are_fitted_to_the_data_and_all_of_one_shape() -> None:
     task = task_of()
-    data = task.build_data(seed=0)
-    data.setup("fit")
+    data = opened(task)
     batches = [*data.train_dataloader(), *data.val_dataloader()]
     tensors = [[each for each in batch if isinstance(each, Tensor)] for batch in batches]
     assert {len(row) for row in tensors} == {4}

@@ -5,52 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tasks import Task
 from tasks.captioning.task import CaptionerSize, Captioning, Shapes
 from tasks.loading import ResumableSampler
-from tests.trainer.lightning_modules import quiet_trainer
+from tests.tasks.conftest import fit, opened
 
 
-class Recorder(L.Callback):
-    """Keeps the tokens and the loss of every training step."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[list[list[int]], float]] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.steps.append((batch.tokens.tolist(), float(outputs["loss"])))
-
-
-def train(
-    size: CaptionerSize,
-    folder: Path,
-    *,
-    workers: int,
-    resume: Path | None = None,
-    limit: int | None = None,
-) -> Recorder:
-    """Train 12 steps, 5 to an epoch (or ``limit``), with a checkpoint after every step."""
+def train(task: Task, folder: Path, *, resume: Path | None = None, **options: Any) -> list[tuple[list[Any], float]]:
+    """Batches and losses of 12 steps, with a checkpoint after every step in ``folder``."""
     torch.manual_seed(0 if resume is None else 1)
-    data = Shapes(batch_size=4, train_images=22, val_images=4, num_workers=workers)
-    task = Captioning(size=size, data=data)
-    recorder = Recorder()
-    trainer = quiet_trainer(
-        enable_checkpointing=True,
-        max_steps=12,
-        max_epochs=-1,
-        callbacks=[recorder, ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)],
-        num_sanity_val_steps=0,
-        limit_val_batches=1,
-        limit_train_batches=limit,
-    )
-    trainer.fit(
-        task.build_module(max_steps=12), datamodule=task.build_data(seed=3), ckpt_path=str(resume) if resume else None
-    )
-    return recorder
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"enable_checkpointing": True, "limit_val_batches": 1, "ckpt_path": resume, **options}
+    _, recorder = fit(task, saves, module=task.build_module(max_steps=12), steps=12, **options)
+    return list(zip(recorder.batches, recorder.losses, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -64,15 +35,15 @@ def test_a_resumed_run_continues_with_the_same_batches_and_losses(
 ) -> None:  # fmt: skip
     if on_device:
         monkeypatch.setattr("tasks.module.LARGE", 1)
-    options: dict[str, Any] = {"workers": workers, "limit": limit}
-    whole = train(size, tmp_path / "a", **options).steps
+    task = Captioning(size=size, data=Shapes(batch_size=4, train_images=22, val_images=4, num_workers=workers))
+    whole = train(task, tmp_path / "a", limit_train_batches=limit)
     assert len(whole) == 12
     for stop in stops:
-        resumed = train(size, tmp_path / f"b{stop}", resume=tmp_path / "a" / f"step={stop}.ckpt", **options).steps
-        assert resumed == whole[stop:], stop
+        checkpoint = tmp_path / "a" / f"step={stop}.ckpt"
+        assert train(task, tmp_path / f"b{stop}", resume=checkpoint, limit_train_batches=limit) == whole[stop:], stop
     if len(stops) > 1:
         again = tmp_path / f"b{stops[-1]}" / "step=8.ckpt"
-        assert train(size, tmp_path / "c", resume=again, **options).steps == whole[8:], "a run that is resumed twice"
+        assert train(task, tmp_path / "c", resume=again) == whole[8:], "a run that is resumed twice"
 
 
 def sampler(rank: int = 0, replicas: int = 1) -> ResumableSampler:
@@ -101,10 +72,7 @@ def test_ranks_share_an_epoch_evenly() -> None:
 
 
 def test_making_an_iterator_leaves_the_global_generator_alone(size: CaptionerSize) -> None:
-    data = Captioning(size=size, data=Shapes(batch_size=4, train_images=8, val_images=4, num_workers=0)).build_data(
-        seed=0
-    )
-    data.setup("fit")
+    data = opened(Captioning(size=size, data=Shapes(batch_size=4, train_images=8, val_images=4, num_workers=0)))
     before = torch.get_rng_state()
     next(iter(data.train_dataloader()))
     next(iter(data.val_dataloader()))

@@ -15,6 +15,7 @@ import torch
 
 from tasks.captioning.task import CaptionerSize, Captioning, Lognormal, Shapes
 from tasks.loading import load_tokenizer, train_tokenizer
+from tests.tasks.conftest import opened
 
 
 @pytest.mark.parametrize("kind", [Shapes, Lognormal])
@@ -42,8 +43,7 @@ def test_lognormal_captions_have_such_lengths_in_tokens() -> None:
 
 
 def test_caption_lengths_have_a_long_tail() -> None:
-    data = Captioning(data=Shapes(train_images=3000)).build_data(seed=0)
-    data.setup("fit")
+    data = opened(Captioning(data=Shapes(train_images=3000)))
     lengths = sorted(data.train_set.lengths + 1)
     assert lengths[0] <= 8
     assert lengths[len(lengths) // 2] < 20
@@ -86,8 +86,7 @@ def test_without_a_place_to_write_the_tokenizer_lives_in_memory(
 
 def test_batches_are_padded_to_the_longest_or_to_the_asked_length(size: CaptionerSize) -> None:
     ragged = Captioning(size=size, data=Shapes(batch_size=4, train_images=64, val_images=6, num_workers=0))
-    data = ragged.build_data(seed=0)
-    data.setup("fit")
+    data = opened(ragged)
     for batch in data.train_dataloader():
         assert batch.images.shape == (4, 3, 32, 32)
         assert batch.images.dtype == torch.uint8
@@ -99,9 +98,8 @@ def test_batches_are_padded_to_the_longest_or_to_the_asked_length(size: Captione
         assert counts.useful_tokens == int((batch.tokens[:, 1:] != 0).sum())
     assert [len(batch.images) for batch in data.val_dataloader()] == [4, 2]
 
-    static = Captioning(size=size, data=Shapes(batch_size=4, train_images=64, val_images=6, num_workers=0, pad_to=30))
-    data = static.build_data(seed=0)
-    data.setup("fit")
+    shapes = Shapes(batch_size=4, train_images=64, val_images=6, num_workers=0, pad_to=30)
+    data = opened(Captioning(size=size, data=shapes))
     assert {batch.tokens.shape for batch in data.train_dataloader()} == {(4, 31)}
     skipped = data.skipped
     assert set(skipped) == {"caption too long"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +13,15 @@ import torch
 from strategies import Ragged
 from strategies.padding import length_of
 from tasks.base import BEGIN, END, PAD
-from tasks.language.data import TextDataModule
 from tasks.language.sources import Stdlib, TextData, TextFiles, definitions
 from tasks.language.task import Gpt2Network, LanguageModelling
 from tasks.loading import encode, train_tokenizer
+from tests.tasks.conftest import opened
 
 
-def load(data: TextData, *, max_tokens: int = 16) -> TextDataModule:
+def load(data: TextData, *, max_tokens: int = 16) -> Any:
     network = Gpt2Network(vocabulary_size=300, max_tokens=max_tokens)
-    module = LanguageModelling(data=data, network=network).build_data(seed=0)
-    assert isinstance(module, TextDataModule)
-    module.setup("fit")
-    return module
+    return opened(LanguageModelling(data=data, network=network))
 
 
 @pytest.fixture
