@@ -66,15 +66,49 @@ class Modular(Strategy):
         return any(part.uses_cuda_graphs for part in self._compiled().values())
 
     def apply(self, program: Program) -> None:
+        """Raise ValueError for a key that matches nothing or several declared names, and for parts of which one holds
+        the other, before anything is compiled."""
         from strategies.regions import compile_regions
 
-        planned, left_eager = plan(program, {name: part.how for name, part in self.parts.items()})
+        targets = {name: _resolve(program, name) for name in self.parts}
+        off = {path: name for name, paths in targets.items() if self.parts[name].how == "off" for path in paths}
+        owners = self._owners(program, targets, off)
+        planned: dict[str, list[str]] = {}
         for name, part in self._compiled().items():
+            planned[name] = [path for path, owner in owners.items() if owner == name]
             compile_regions(program, part, planned[name], small=part.how == "regional")
-        if left_eager:
-            left = ", ".join(left_eager)
-            program.notes.append(f"modular: no part names these declared submodules, so they stay eager: {left}")
+        covered, declared = [*owners, *off], (*program.blocks, *program.parts)
+        left = [path for path in declared if not any(holds(one, path) or holds(path, one) for one in covered)]
+        if left:
+            program.notes.append(
+                f"modular: no part names these declared submodules, so they stay eager: {', '.join(left)}"
+            )
         program.report[self.name] = dict(planned)
+
+    def _owners(self, program: Program, targets: Mapping[str, list[str]], off: Mapping[str, str]) -> dict[str, str]:
+        """The part that each compiled submodule belongs to."""
+        from strategies.regions import called_for
+
+        owners: dict[str, str] = {}
+        for name, part in self._compiled().items():
+            found = targets[name]
+            regions = called_for(program.module, found) if part.how == "whole" else _blocks(program, found, name)
+            spared = {path: owner for path in regions for outer, owner in off.items() if holds(outer, path)}
+            if len(spared) == len(regions):
+                because = ", ".join(map(repr, dict.fromkeys(spared.values())))
+                raise ValueError(f"{KEY}: all of {name!r} is off because of {because}; drop one of them")
+            for path in regions:
+                if path not in spared and owners.setdefault(path, name) != name:
+                    raise ValueError(f"{KEY}: {owners[path]!r} and {name!r} both mean {path}; give it to one of them")
+        # A compiled submodule takes in all that it calls: settings of a part inside it would do nothing.
+        for inner, owner in (*owners.items(), *off.items()):
+            for outer, around in owners.items():
+                if inner.startswith(f"{outer}."):
+                    raise ValueError(
+                        f"{KEY}: {owner!r} ({inner}) lies inside {around!r} ({outer}), which is compiled with all that "
+                        f"it calls; drop one of them, or make {around!r} regional"
+                    )
+        return owners
 
     def _compiled(self) -> dict[str, Part]:
         return {name: part for name, part in self.parts.items() if part.how != "off"}
@@ -102,45 +136,6 @@ def _part(key: str, given: Any) -> Part:
             expected = " or ".join("null" if one is type(None) else one.__name__ for one in allowed)
             raise ValueError(f"{key}.{option}={value!r} is not {expected}")
     return Part(**given)
-
-
-def plan(program: Program, parts: Mapping[str, str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Paths of the submodules that each part compiles, and declared paths that no part covers.
-
-    ``parts`` say how, by key. Raises ValueError for a key that matches nothing or several declared names, and for parts
-    of which one holds the other.
-    """
-    from strategies.regions import called_for
-
-    targets = {name: _resolve(program, name) for name in parts}
-    off = {path: name for name, paths in targets.items() if parts[name] == "off" for path in paths}
-    owners: dict[str, str] = {}
-    for name, how in parts.items():
-        if how == "off":
-            continue
-        found = targets[name]
-        regions = called_for(program.module, found) if how == "whole" else _blocks(program, found, name)
-        spared = {path: owner for path in regions for outer, owner in off.items() if holds(outer, path)}
-        if len(spared) == len(regions):
-            because = ", ".join(map(repr, dict.fromkeys(spared.values())))
-            raise ValueError(f"{KEY}: all of {name!r} is off because of {because}; drop one of them")
-        for path in regions:
-            if path not in spared and owners.setdefault(path, name) != name:
-                raise ValueError(f"{KEY}: {owners[path]!r} and {name!r} both mean {path}; give it to one of them")
-    # A compiled submodule takes in all that it calls: settings of a part inside it would do nothing.
-    for inner, owner in (*owners.items(), *off.items()):
-        for outer, around in owners.items():
-            if inner.startswith(f"{outer}."):
-                raise ValueError(
-                    f"{KEY}: {owner!r} ({inner}) lies inside {around!r} ({outer}), which is compiled with all that it "
-                    f"calls; drop one of them, or make {around!r} regional"
-                )
-    planned = {
-        name: [path for path, owner in owners.items() if owner == name] for name, how in parts.items() if how != "off"
-    }
-    covered = [*owners, *off]
-    declared = (*program.blocks, *program.parts)
-    return planned, [p for p in declared if not any(holds(outer, p) or holds(p, outer) for outer in covered)]
 
 
 def _resolve(program: Program, key: str) -> list[str]:

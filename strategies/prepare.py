@@ -180,7 +180,8 @@ def _import_inductor() -> None:
 
 
 def _warm_up() -> None:
-    try:
+    # Only a head start: whatever is wrong comes up again, with its reason, at the first compile.
+    with contextlib.suppress(Exception):
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.codecache import torch_key
         from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -194,6 +195,3 @@ def _warm_up() -> None:
             AsyncCompile.wakeup()
         else:
             pick_vec_isa()
-    except Exception:
-        # Only a head start: whatever is wrong here comes up again, with its reason, at the first compile.
-        return

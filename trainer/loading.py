@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset
 from strategies import Program, Ragged
 from strategies.buckets.batches import BucketBatchSampler, batch_sizes
 from strategies.buckets.loaders import (
-    BucketLoader,
     PaddingCollate,
     evaluation_sizes,
     plan_notes,
@@ -124,7 +123,7 @@ class LoaderPadder:
         self._collates[kind].append(collate)
         return with_collate(loader, collate)
 
-    def _bucketed(self, loader: DataLoader[Any]) -> BucketLoader:
+    def _bucketed(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         trainer, padding = self._trainer, self.padding
         if self._several:
             raise ValueError(f"compile.{padding.name} takes one training loader; this training has several")

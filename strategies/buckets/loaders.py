@@ -133,15 +133,10 @@ class PaddingCollate:
         return to_edge(batch, self._ragged, edge)
 
 
-class BucketLoader(DataLoader[Any]):
-    """The user's loader with batches drawn by length."""
+class StatefulBucketLoader(DataLoader[Any]):
+    """Stands for a loader that Lightning keeps the state of, so that each one's checkpoints load with the other."""
 
     padded_from: DataLoader[Any]
-    """The loader it replaces."""
-
-
-class StatefulBucketLoader(BucketLoader):
-    """Stands for a loader that Lightning keeps the state of, so that each one's checkpoints load with the other."""
 
     def state_dict(self) -> dict[str, Any]:
         return self.padded_from.state_dict()  # type: ignore[attr-defined]
@@ -150,17 +145,18 @@ class StatefulBucketLoader(BucketLoader):
         """Nothing: batches taken are counted by the training loop, whose progress is restored already."""
 
 
-def with_buckets(loader: DataLoader[Any], batches: BucketBatchSampler, collate: PaddingCollate) -> BucketLoader:
+def with_buckets(loader: DataLoader[Any], batches: BucketBatchSampler, collate: PaddingCollate) -> DataLoader[Any]:
     """Rebuild ``loader`` with its data and options but other batches."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     if options["generator"] is None:
         # Its own: making an iterator would otherwise draw from the global one, which a resumed run restores.
         options["generator"] = torch.Generator().manual_seed(batches.seed)
-    rebuilt = (StatefulBucketLoader if stateful else BucketLoader)(
+    rebuilt = (StatefulBucketLoader if stateful else DataLoader)(
         PlannedData(loader.dataset), batch_sampler=batches, collate_fn=collate, **options
     )
-    rebuilt.padded_from = loader
+    if isinstance(rebuilt, StatefulBucketLoader):
+        rebuilt.padded_from = loader
     return rebuilt
 
 

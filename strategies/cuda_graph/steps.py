@@ -53,8 +53,7 @@ class StepCapture:
         """Parameters whose clipped gradients every captured whole step keeps."""
         self.gradients: list[Tensor] | None = None
         """Those of the last step, valid until the next one; None where it was not replayed whole."""
-        self._called = False
-        self._index = 0
+        self._called, self._index = False, 0
         self._optimizer: GraphedStep | None = None
         graphs.notes = program.notes
         for reason in loop.why_not_capture():
