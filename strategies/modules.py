@@ -152,7 +152,7 @@ class Checkpointing(Strategy):
             raise ValueError(f"compile.checkpointing.every={self.every} must be at least 1")
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import containers_for, expand_blocks, recompute
+        from strategies.regions import containers_for, expand_blocks, recomputing
 
         containers = containers_for(program, self.name, self.blocks)
         found = [expand_blocks(program.module, [container]) for container in containers]
@@ -169,23 +169,24 @@ class Checkpointing(Strategy):
                     f"compile.checkpointing: {path}: the forward of this {type(block).__name__} has been replaced on "
                     "the object itself"
                 )
-            recompute(block)
+            block.forward = recomputing(block)
         program.report[self.name] = {"blocks": sum(map(len, found)), "computed_again": len(chosen), "paths": chosen}
         program.kept[self.name] = [program.module.get_submodule(path) for path in chosen]
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose blocks were given back."""
-        from strategies.regions import recompute, recomputes
+        from strategies.regions import recomputes, recomputing
 
         for block in program.kept[self.name]:
             if not recomputes(block):
-                recompute(block)
+                block.forward = recomputing(block)
 
     def end(self, program: Program) -> None:
-        from strategies.regions import keep_activations
+        from strategies.regions import recomputes
 
         for block in program.kept.get(self.name, ()):
-            keep_activations(block)
+            if recomputes(block):
+                del block.forward
 
 
 # ---- auto ------------------------------------------------------------------------------------------------------------

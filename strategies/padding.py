@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -178,21 +179,17 @@ def tensor_of(batch: Any, entry: Ragged) -> Tensor:
 
 def _replaced(batch: Any, changed: Mapping[str, Any]) -> Any:
     """A shallow copy of ``batch`` with other parts."""
-    if isinstance(batch, Mapping):
-        copied: Any = copy.copy(batch)  # a BatchEncoding stays one
-        for name, value in changed.items():
-            copied[name] = value
-        return copied
     if hasattr(batch, "_replace"):
         names = {name if name in batch._fields else batch._fields[int(name)]: name for name in changed}
         return batch._replace(**{target: changed[name] for target, name in names.items()})
     if isinstance(batch, list | tuple):
         return type(batch)([changed.get(str(index), value) for index, value in enumerate(batch)])
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type | Mapping):
         return dataclasses.replace(batch, **changed)
-    copied = copy.copy(batch)
+    copied = copy.copy(batch)  # a BatchEncoding stays one
+    put: Callable[..., None] = operator.setitem if isinstance(batch, Mapping) else setattr
     for name, value in changed.items():
-        setattr(copied, name, value)
+        put(copied, name, value)
     return copied
 
 

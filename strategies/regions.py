@@ -304,28 +304,17 @@ _FORWARDS: weakref.WeakKeyDictionary[type[nn.Module], types.FunctionType] = weak
 """The recomputing forward of each class, made once: blocks of a class share their compiled code by it."""
 
 
-def recompute(module: nn.Module) -> None:
-    """Let ``module`` compute its activations again in the backward."""
-    # A bound method of this object, as the class's own forward is: copies of the module then have their own, too.
-    module.forward = recomputing(module)
-
-
 def recomputing(module: nn.Module) -> types.MethodType:
-    """The forward of ``module`` that computes its activations again."""
+    """The forward of ``module`` that computes its activations again: a bound method of this object, as the class's own
+    forward is, so that copies of the module have their own, too."""
     kind = type(module)
     if kind not in _FORWARDS:
         _FORWARDS[kind] = _make_forward(kind)
     return types.MethodType(_FORWARDS[kind], module)
 
 
-def keep_activations(module: nn.Module) -> None:
-    """Undo ``recompute``; other modules are left alone."""
-    if recomputes(module):
-        del module.forward
-
-
 def recomputes(module: nn.Module) -> bool:
-    """Whether ``recompute`` is in force on ``module``."""
+    """Whether the forward of ``module`` is that of ``recomputing``."""
     own = getattr(vars(module).get("forward"), "__func__", None)
     return any(own is forward for forward in _FORWARDS.values())  # fully_shard gives the module another class
 

@@ -1,12 +1,7 @@
 """``compile=[regional,buckets]``: ragged lengths padded up to a few edges that are fitted to the data.
 
-A Lightning project takes part with what its batches hold and, where it is cheap, the lengths of its examples:
-
-    Compile([Regional(), Buckets()], ragged=[("tokens", 1)])
-    self.lengths = [len(text) for text in texts]      # on the data set; without it, every example is measured once
-
-Every field that is ragged is named, masks and labels too, each with the value that pads it; all of them are padded to
-one edge. Attention has to mask what is padded, and the loss to ignore it: that is the module's part.
+A Lightning project takes part with what its batches hold and, where it is cheap, the lengths of its examples
+(docs/strategies.md). Attention has to mask what is padded, and the loss to ignore it: that is the module's part.
 """
 
 from __future__ import annotations

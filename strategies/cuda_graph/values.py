@@ -229,12 +229,10 @@ class HostValues:
         if file is None or origin_of(file) != "other" or "site-packages" in file:
             return
         self._label(module, f"{module.__name__}.")
-        cls = type(module)
-        if cls is types.ModuleType:
-            watched = type("module", (types.ModuleType,), {})
-            module.__class__ = watched
-            self._undo.callback(setattr, module, "__class__", cls)
-            self._patch(watched)
+        if type(module) is types.ModuleType:
+            module.__class__ = type("module", (types.ModuleType,), {})
+            self._undo.callback(setattr, module, "__class__", types.ModuleType)
+            self._patch(type(module))
 
     def _reach_object(self, value: Any, label: str) -> None:
         cls = type(value)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies import Auto, Background, Buckets, Checkpointing, Dynamic, Modular, Optimizer, Regional, Whole
 from strategies.base import Program, Stage, Strategy
-from strategies.regions import compile_in_place, recompute, recomputes
+from strategies.regions import compile_in_place, recomputes, recomputing
 from tests.processes import Pair
 from tests.trainer.guarded import as_it_is, backend, scaled
 from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
@@ -428,7 +428,7 @@ def test_blocks_that_compute_again_do_so_in_the_helper() -> None:
     import pickle
 
     block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    recompute(block[0])
+    block[0].forward = recomputing(block[0])
     there = pickle.loads(dumps(block))
     assert recomputes(there[0])
     assert not recomputes(there[1])
