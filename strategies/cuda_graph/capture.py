@@ -73,6 +73,7 @@ class CudaEngine:
             fresh = torch.Generator(self._device)
             fresh.set_state(random_state)
             self._generator.graphsafe_set_state(fresh)
+            self._pool = torch.cuda.graph_pool_handle()  # the other one counts as being recorded to, from now on
             raise
         # The capture's beginning writes an offset of random numbers on the side stream, where the GPU may be late with
         # it, and each replay writes it on the current one: they would race, and a replay draw other dropout masks.
@@ -395,6 +396,8 @@ class StepGraphs:
             shape.failed = True
             shape.refused = bool(self.agree(shape.seen))
             reason = "another process could not capture it" if error is None else first_line(error)
+            if "legacy stream" in reason:
+                reason += " (is the graph of an earlier step still held, by a loss that was kept without detach()?)"
             raise (CannotCapture if shape.refused else NotYet)(f"{shape.name}: {reason}") from error
         if made is not None:
             variant.replay, results = made

@@ -587,6 +587,18 @@ def test_a_run_that_ends_while_a_helper_compiles_says_so_and_leaves_none(
     assert compile_.program.regions == []
 
 
+def test_a_helper_that_is_too_late_is_ended(
+    tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = put_helper(monkeypatch, "import sys; sys.stdin.read()")
+    clock(eager=1.0)
+    compile_ = beside(candidates=["regional"], planned_steps=60)
+    fit(Blocks(), tmp_path, [compile_], max_steps=50)
+    assert any("continues without regional: too few steps are left" in note for note in compile_.record.notes)
+    assert compile_.record.report["auto"]["decided_at_step"] == 60 - 17, "1.5 times 4 s are 0.35 of so many steps"
+    assert [one.poll() is not None for one in started] == [True]
+
+
 def test_what_no_helper_can_be_told_of_compiles_in_the_foreground(tmp_path: Path, clock: Callable[..., None]) -> None:
     class Odd(Blocks):
         def __init__(self) -> None:

@@ -285,6 +285,39 @@ def test_a_trial_leaves_no_trace() -> None:
     assert all(one.grad is None for one in module.parameters())
 
 
+class Borrows(nn.Module):
+    """Uses a layer that is registered elsewhere."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = (layer,)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        return self._layer[0](x_BD).relu()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_weights_of_other_modules_are_part_of_a_trial(factor: float) -> None:
+    """Also because torch holds on to the first call until its backward is compiled."""
+
+    def accumulator() -> Any:
+        return layer.weight.view_as(layer.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+    layer = nn.Linear(8, 8)
+    module = nn.ModuleDict({"layer": layer, "block": Borrows(layer)})
+    program = Program(module=module, outlined=True)
+    with backend(f"borrowed_{factor}", as_it_is, scaled(factor)) as name:
+        region = compile_in_place(program, "block", {"backend": name, "fullgraph": True})
+        trial = Trial(program=program, region=region, parity="on")
+        region.module._compiled_call_impl = trial
+        output = region.module(torch.randn(6, 8))
+    accumulator().metadata["of"] = "this step"
+    assert trial.passed is (factor == 1.0)
+    del output
+    gc.collect()
+    assert not accumulator().metadata, "the step's graph is gone"
+
+
 @pytest.mark.parametrize("kind", ["lambda", "sparse"])
 def test_a_region_that_cannot_be_sent_stays_eager(kind: str, tmp_path: Path, helper: Any) -> None:
     helper(ANSWERS)

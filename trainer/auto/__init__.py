@@ -14,7 +14,7 @@ import datetime
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,11 +169,19 @@ class Knowledge:
             least = max(least, bound) if regional.over(eager) < 1 - MAX_SAVED / 2 else least
         return 1 - least
 
-    def next(self, best: Arm, steps_left: int, age_seconds: float, *, helper: bool = False) -> Arm | None:
+    def still_pays(self, module: str, best: Arm, steps_left: int) -> bool:
+        """Whether the steps left would pay for ``module``, which a helper is at work on, if it were ready now."""
+        ready = replace(self, helped={**self.helped, module: True})
+        return best.step_seconds is None or ready.next(best, steps_left, math.inf, module=module) is not None
+
+    def next(
+        self, best: Arm, steps_left: int, age_seconds: float, *, helper: bool = False, module: str | None = None
+    ) -> Arm | None:
         """The arm to try after ``best``, that with the most to gain first; None where no step pays for any.
 
         One thing at a time: the modules compiled in another way, or the steps captured. ``age_seconds`` is how long
         the process has run. ``helper``: among those that a helper process has to compile first, else among the others.
+        ``module``: among those alone that compile modules in this way.
         """
         if best.step_seconds is None:
             return None
@@ -182,7 +190,7 @@ class Knowledge:
             out = arm.switched_at_step is not None or arm.failed or arm.not_ready or arm is best
             if out or (arm.module != best.module and arm.captured != best.captured):
                 continue
-            if self.needs_helper(arm, best) is not helper:
+            if self.needs_helper(arm, best) is not helper or module not in (None, arm.module):
                 continue
             left = steps_left * best.step_seconds
             if helper:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -164,17 +164,19 @@ class Candidates:
         self._through = not self._untried
         self.trying = not self._through or self._agreement is not None  # where each waits for the others
 
-    def after_step(self, *, may_try: bool) -> bool:
+    def after_step(self, *, may_try: bool, pays: Callable[[str], bool]) -> bool:
         """A step is over; returns whether the helper at work is through and what it has compiled was tried, or it has
-        failed, for all processes alike. ``may_try``: whether steps of eager may follow for it."""
+        failed, for all processes alike. ``may_try``: whether steps of eager may follow for it. ``pays``: whether the
+        steps left would pay for what it compiles."""
         if self._recording:
             self._stop_recording()
         if self.compiling is None:
             return False
         candidate, helper = self.named[self.compiling], self._helpers[self.compiling]
         imported = helper.imported()  # begins with the first region, while the helper compiles the others
-        failed = helper.done and not helper.complete
-        if helper.complete and imported and not self._through and (may_try or self.trying):
+        too_late = not (self.trying or self._through or pays(self.compiling))
+        failed = too_late or (helper.done and not helper.complete)
+        if helper.complete and not too_late and imported and not self._through and (may_try or self.trying):
             self._judge(self.compiling)
         # Forwards in eval mode come last: only where whole steps have to be compared are they waited for.
         waits = not failed and not (self._through and (helper.done or not candidate.vague))
@@ -189,7 +191,8 @@ class Candidates:
         self.trying = self._through = False
         self._uncollected.close()
         candidate.vague = self._loop.anywhere(candidate.vague)
-        reason = helper.failed or next(iter(helper.refused.values()), "that of another process failed")
+        reason = "too few steps are left" if too_late else helper.failed
+        reason = reason or next(iter(helper.refused.values()), "that of another process failed")
         for arm in [one for one in self.known.arms.values() if one.module == self.compiling]:
             arm.helper_seconds = helper.seconds
             arm.not_ready = f"not compiled by the helper: {reason}" if failed else None
@@ -199,7 +202,7 @@ class Candidates:
             if self._loop.anywhere(region.path in helper.refused):
                 helper.refused.setdefault(region.path, "it stays eager on another process")
         self.known.helped[self.compiling], self.compiling = not failed, None
-        if not (self._loop.validates or candidate.vague):
+        if too_late or not (self._loop.validates or candidate.vague):
             helper.close()
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +74,11 @@ class Trial:
         switch_off(self.program, self.region)
         if self.parity == "off":
             self._switch_on()
-            _pass(module, args, kwargs, dict(module.named_parameters()))
+            _pass(module, args, kwargs, self._weights())
             return
         reference = self._eager(module, args, kwargs, None)
         self._switch_on()
-        seen = _pass(module, args, kwargs, dict(module.named_parameters()))
+        seen = _pass(module, args, kwargs, self._weights())
         switch_off(self.program, self.region)
         if reference.keys() != seen.keys():
             raise ValueError("compiled, other gradients exist than in eager")
@@ -98,11 +98,21 @@ class Trial:
         if complaints:
             self.failed = f"it computes something else than eager: {complaints[0]}"
 
+    def _weights(self) -> dict[str, Tensor]:
+        """Those of the region, and those of other modules, of which its forward may use some: torch keeps the first
+        call's tensors until the backward is compiled, and with them each weight's accumulator of gradients, on whose
+        stream no step can be captured."""
+        own: dict[str, Tensor] = dict(self.region.module.named_parameters())
+        ids = set(map(id, own.values()))
+        others = {f"{name} of the module": one for name, one in self.program.module.named_parameters()}
+        return own | {name: one for name, one in others.items() if id(one) not in ids}
+
     def _eager(
         self, module: nn.Module, args: Any, kwargs: Any, unit: float | None, precision: torch.dtype | None = None
     ) -> dict[str, Tensor]:
         """A pass in eager, with weights and inputs one rounding off where ``unit`` is given, or in ``precision``."""
         weights = {name: _cast(one.detach(), precision) for name, one in module.named_parameters()}
+        others = {name: one for name, one in self._weights().items() if name not in weights}
         if unit is not None:
             weights = {name: one.clone() for name, one in weights.items()}
             perturb([one for one in weights.values() if one.is_floating_point()], unit, SEED)
@@ -113,14 +123,14 @@ class Trial:
         def call(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(module, state, args, kwargs)
 
-        return _pass(call, args, kwargs, weights, unit, precision)
+        return _pass(call, args, kwargs, weights | others, unit, precision)
 
 
 def _pass(
     call: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    weights: dict[str, Tensor],
+    weights: Mapping[str, Tensor],
     unit: float | None = None,
     precision: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
