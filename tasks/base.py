@@ -137,11 +137,6 @@ class TrainedTask(Task):
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise ValueError(f"task.learning_rate={self.learning_rate} must be above 0 and finite")
 
-    @property
-    def counted_on(self) -> str:
-        """Device on whose tensors operations are counted: one where they have no memory."""
-        return "meta"
-
     def ragged(self) -> Ragged:
         """As in ``Declaration``."""
         return ()
@@ -192,8 +187,10 @@ class TrainedTask(Task):
         return None
 
     def counted_net(self) -> nn.Module:
-        """The network whose operations are counted, built on ``counted_on``."""
-        return self.build_net()
+        """The network whose operations are counted: without memory, unless it reads values."""
+        from tasks.module import on_meta
+
+        return on_meta(self.build_net)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -194,11 +194,11 @@ def operations(task: TrainedTask) -> tuple[int, int, int] | None:
 
 def _count(task: TrainedTask, rows: int, positions: int) -> int:
     """Operations of a batch. No weight, no random state and no device is touched."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device(task.counted_on):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         net = task.counted_net().train()
         # The plain kernel: fused ones compute some of it again in backward, and differ in what the counter knows of
         # them. With gradients also where they are not needed: torch.nn's attention takes the path that is counted.
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        with next(net.parameters()).device, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             loss = net(*task.example(rows, positions))[0]
             if not task.embeds:
                 loss.backward()

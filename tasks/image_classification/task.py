@@ -176,10 +176,11 @@ class ImageClassification(TrainedTask):
 
         return skeleton(self.model, classes=self.class_count(), image_size=self.image_size)
 
-    def counted_net(self) -> ClassifierNet:
+    def counted_net(self) -> nn.Module:
         from tasks.image_classification.model import ClassifierNet
+        from tasks.module import on_meta
 
-        return ClassifierNet(self.skeleton())
+        return on_meta(functools.partial(ClassifierNet, self.skeleton()))
 
     def class_count(self) -> int:
         """Outputs of the network; the data module refuses fewer than the data's classes."""
