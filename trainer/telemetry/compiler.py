@@ -36,11 +36,6 @@ MAX_KEPT = 10_000
 METRICS_KEPT = 100_000
 """Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""
 
-COUNTERS = {
-    "stats": ("unique_graphs",),
-    "inductor": ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass", "cudagraph_skips"),
-}
-"""Torch's counters that are read, by group."""
 _COMPILED_UNDER: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
 """Classes of regions under whose calls this process compiled code, their own or what they call; modules of one class
 share it, also with those of a later training."""
@@ -63,7 +58,7 @@ class CompilerMonitor:
         self._began: float | None = None
         self._seen_metrics = 0
         self._seen_breaks = 0
-        self._counters: dict[str, int] = {}
+        self._counters: dict[str, Counter[str]] = {}
         self._under: dict[str, set[type[nn.Module]]] = {}
         self._locations: dict[str, str] = {}
         self.beyond_limit: dict[type[nn.Module], str] = {}
@@ -74,7 +69,7 @@ class CompilerMonitor:
         dynamo_utils.set_compilation_metrics_limit(METRICS_KEPT)
         self._seen_metrics = len(dynamo_utils.get_compilation_metrics())
         self._seen_breaks = len(dynamo_utils.graph_break_reasons)
-        self._counters = self._read_counters()
+        self._counters = {group: Counter(dynamo_utils.counters[group]) for group in ("stats", "inductor")}
         dynamo_callback.on_compile_start(self._on_start)
         dynamo_callback.on_compile_end(self._on_end)
 
@@ -117,17 +112,16 @@ class CompilerMonitor:
 
     def figures(self) -> CompilerFigures:
         """Everything since ``start``; what was never asked of torch is None."""
-        now = self._read_counters()
-        delta = {name: value - self._counters[name] for name, value in now.items()}
-        hits, misses = delta["fxgraph_cache_hit"], delta["fxgraph_cache_miss"]
-        anew = misses + delta["fxgraph_cache_bypass"]
+        stats, inductor = (dynamo_utils.counters[group] - before for group, before in self._counters.items())
+        hits, misses = inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
+        anew = misses + inductor["fxgraph_cache_bypass"]
         kinds = Counter(event.kind for event in self.events)
         return CompilerFigures(
             compile_seconds=self.compile_seconds if self.compilations else None,
-            graphs=delta["unique_graphs"],
+            graphs=stats["unique_graphs"],
             graph_breaks=kinds["graph_break"],
             recompiles=kinds["recompile"],
-            cudagraph_skips=delta["cudagraph_skips"],
+            cudagraph_skips=inductor["cudagraph_skips"],
             cache_hits=hits if hits + misses else None,
             cache_misses=misses if hits + misses else None,
             cache="mixed" if hits and anew else "warm" if hits else "cold" if anew else None,
@@ -174,10 +168,6 @@ class CompilerMonitor:
     def _on_end(self, _: Any) -> None:
         self.compile_seconds += self.compiling_seconds or 0.0
         self._began = None
-
-    @staticmethod
-    def _read_counters() -> dict[str, int]:
-        return {name: dynamo_utils.counters[group][name] for group, names in COUNTERS.items() for name in names}
 
 
 def _frame(compile_id: Any) -> str:
