@@ -14,7 +14,7 @@ from scripts.arguments import STEPS_HELP, exit_code, parser, steps
 from trainer.report import page, tables
 from trainer.report.comparison import AT_STEPS, compare_runs
 from trainer.report.runs import find
-from trainer.telemetry.files import written_whole
+from trainer.telemetry.files import counted, written_whole
 
 EXAMPLES = """\
 examples:
@@ -44,7 +44,7 @@ def report(options: argparse.Namespace) -> int:
     text = page.render(comparisons, tables.scalings(runs))
     with written_whole(Path(options.output), "w") as file:
         file.write(text)
-    counts = f"{page.counted(len(comparisons), 'workload')}, {page.counted(len(runs), 'run')}"
+    counts = f"{counted(len(comparisons), 'workload')}, {counted(len(runs), 'run')}"
     print(f"{options.output}: {counts}, {len(text) / 1024:,.0f} KiB")
     return 0
 

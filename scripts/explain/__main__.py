@@ -17,6 +17,7 @@ from rich.console import Console
 from scripts.arguments import composed_training, exit_code, parser, positive
 from scripts.explain import BATCHES, Explanation, Finding
 from trainer.process import StopRequest, importing, leaving
+from trainer.telemetry.files import counted
 from trainer.telemetry.source import line_at, shown
 
 EXAMPLES = """\
@@ -74,7 +75,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
     console.print()
     if expected := sum(recompile.count for recompile in explanation.recompiles if recompile.expected):
         why = "(validation, copies of other sizes, shapes compiled beforehand), which torch counts as recompiles"
-        console.print(f"expected: {_count(expected, 'more graph')} {why}", markup=False)
+        console.print(f"expected: {counted(expected, 'more graph')} {why}", markup=False)
     for note in explanation.notes:
         console.print(f"note: {note}", markup=False)
     for each in explanation.not_looked_at:
@@ -90,7 +91,7 @@ def verdict(explanation: Explanation) -> str:
         (sum(recompile.count for recompile in explanation.unexpected), "recompile"),
         (len(explanation.failures), "failure"),
     )
-    return ", ".join(_count(number, name) for number, name in counts if number)
+    return ", ".join(counted(number, name) for number, name in counts if number)
 
 
 def _print_problem(title: str, one: Finding, console: Console) -> None:
@@ -102,10 +103,6 @@ def _print_problem(title: str, one: Finding, console: Console) -> None:
             console.print(f"    [bold]{markup.escape(line.code)}[/]")
     more = [f"and {len(one.texts) - MAX_TEXTS} more"] if len(one.texts) > MAX_TEXTS else []
     console.print(textwrap.indent("\n".join([*one.texts[:MAX_TEXTS], *more]), "  "), markup=False)
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 if __name__ == "__main__":

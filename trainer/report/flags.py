@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from trainer.report.runs import Cell, Run, start_of
-from trainer.telemetry.files import printable
+from trainer.telemetry.files import counted, printable
 from trainer.telemetry.record import RunRecord
 
 DECISIVE_VERSIONS = ("torch", "triton", "cuda")
@@ -46,7 +46,7 @@ def unlike_conditions(runs: Sequence[Run]) -> list[str]:
     lines, facts = [], [deciding(run.record) for run in runs]
     for name in dict.fromkeys(name for each in facts for name in each):
         counts = Counter(each[name] for each in facts if name in each)
-        values = [f"{value} ({count} run{'' if count == 1 else 's'})" for value, count in counts.items()]
+        values = [f"{value} ({counted(count, 'run')})" for value, count in counts.items()]
         lines += [f"{name}: {', '.join(values)}"] if len(values) > 1 else []
     return lines
 
@@ -112,7 +112,7 @@ def _compiled(cell: Cell) -> Iterator[str]:
     ):
         counts = [sum(one.kind == kind and one.phase != "validating" for one in run.record.events) for run in cell.runs]
         if most := max(counts, default=0):
-            yield f"{most} {kind.replace('_', ' ')}{'' if most == 1 else 's'}; {hint}"
+            yield f"{counted(most, kind.replace('_', ' '))}; {hint}"
 
 
 def _loss(cell: Cell, baseline: Cell | None) -> Iterator[str]:

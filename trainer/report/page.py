@@ -18,6 +18,7 @@ from trainer.report.comparison import WorkloadComparison
 from trainer.report.pictures import PICTURES, arm_colours, save
 from trainer.report.statistics import FASTER
 from trainer.report.tables import Columns
+from trainer.telemetry.files import counted
 from trainer.telemetry.record import RunRecord
 
 TITLE = "What compiling costs, and what it gives"
@@ -77,11 +78,6 @@ def render(comparisons: Sequence[WorkloadComparison], scalings: Sequence[tuple[s
 </body>
 </html>
 """
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 run``, ``2 runs``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _card(comparison: WorkloadComparison, place: int) -> str:

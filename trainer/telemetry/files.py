@@ -201,6 +201,11 @@ def shown(fact: str, value: Any) -> str:
     return cut(value if isinstance(value, str) else json.dumps(value, default=str), CHARACTERS)
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
