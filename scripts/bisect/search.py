@@ -105,7 +105,7 @@ class Search:
         return report
 
     def _smallest(self, nodes: Sequence[Node]) -> Node | None:
-        """Of ``nodes``, which differ together, and what they hold: one that differs alone, no child does; or None."""
+        """Of ``nodes``, which differ together, and what they hold: one that differs, but no child of it; or None."""
         if len(nodes) == 1:
             (node,) = nodes
             inner = self._smallest(node.children) if node.children and self._outcome(node.children).differs else None

@@ -79,7 +79,7 @@ class Explanation:
 
 
 def findings(events: Iterable[Event], kind: str) -> list[Finding]:
-    """Events of one ``kind``, those of one line together: a break in an inlined function is met again in itself."""
+    """Events of one ``kind``, a line's together: a break in an inlined function is met again in the function itself."""
     kept: dict[tuple[str, bool], Finding] = {}
     for event in events:
         if event.kind != kind:

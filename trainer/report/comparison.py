@@ -61,7 +61,7 @@ class WorkloadComparison:
     rows: list[Row]
     """The baseline first."""
     start: str
-    """``cold`` or ``warm``: the caches from which times count, those that more arms began with; cold where as many."""
+    """``cold`` or ``warm`` compile caches, from which times count: those that more arms started with, or cold."""
     unlike: list[str]
     """What should be the same in all runs and is not, a line each: ``torch: 2.11.0 (2 runs), 2.15.0 (3 runs)``."""
     crossings: list[Crossing] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Environment of a process: what a sweep passes to its cell, compile caches, the code's version, what else started it.
+"""Environment of a process: what a sweep passes to its cell, compile caches, the code's version, who started it.
 
 ``repeat=cold`` and ``repeat=warm`` are about directories in variables that must be set before torch is imported.
 """
@@ -78,7 +78,7 @@ def described(config: Config, command: list[str]) -> RunRecord:
 
 
 def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = ROOT) -> dict[str, Any]:
-    """Fields of a record that say where a run comes from; ``strategies`` in order, ``root`` in the checkout."""
+    """Fields of a record that say what ran, when, on which machine, and of which checkout (the one of ``root``)."""
     # Not above: the command line reads its environment first, and then makes sure that this package is ours.
     from strategies.compose import label
     from strategies.credentials import without_credentials

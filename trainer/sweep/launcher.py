@@ -85,8 +85,8 @@ class IsolatedLauncher(Launcher):
         """Run the cells, print their table. Raises SystemExit (128 + signal) when a signal ended the sweep."""
         directory = Path(str(self._config.hydra.sweep.dir))
         signals: list[int] = []  # those to stop, as they arrive: the running cell decides how it ends
-        take = dict.fromkeys(present_handlers(), lambda number, _: signals.append(number))
-        with plan.alone(directory), handled(take):
+        handlers = dict.fromkeys(present_handlers(), lambda number, _: signals.append(number))
+        with plan.alone(directory), handled(handlers):
             command = plan.again(sys.argv[1:], directory)
             cells = self._cells(job_overrides, directory)
             run_cells(cells, signals, self._console.print)

@@ -124,7 +124,7 @@ def peak_bytes(device: torch.device) -> int:
         here = [each for each in segments if each["device"] == (device.index or 0)]
         _pools[device] = (reserved, sum(each["total_size"] - each["allocated_size"] for each in here))
     # What the graphs' pools keep is used by a replay, which allocates nothing that a peak would show.
-    held = torch.cuda.memory_allocated(device) + _pools[device][1]
+    held = torch.cuda.memory_allocated(device) + _pools.get(device, (0, 0))[1]
     _before[device] = max(_before.get(device, 0), torch.cuda.max_memory_allocated(device), held)
     return _before[device]
 

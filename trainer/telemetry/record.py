@@ -233,7 +233,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
     resumed_from: str | None = None
     """Checkpoint that the run continued from."""
     status: str = "running"
-    """``running`` (or killed so), ``finished``, ``interrupted`` or ``failed``; in a script also ``not started``."""
+    """``running`` (or killed then), ``finished``, ``interrupted`` or ``failed``; in a script also ``not started``."""
     reason: str | None = None
     started: str | None = None
     """Start, ISO 8601 with offset."""
