@@ -124,7 +124,13 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
         how = "; compile=eager makes one" if base is None and baseline == "eager" else ""
         found.verdict = f"no {baseline} run of this workload has finished, so there is nothing to compare with{how}"
         return found
-    found.crossings = _crossings(found.rows)
+    first, known = found.rows[0], [row for row in found.rows if row.cost is not None]
+    if first.cost is not None and len(known) > 1:
+        # Of the baseline, and of rows shown to be faster by what their arms are, not by what they fell back to.
+        fast = [row for row in known if row.ratio is not None and row.ratio.verdict == FASTER]
+        candidates = [first, *(row for row in fast if not any(run.record.ended_in_eager for run in row.cell.finished))]
+        costs = {row.cell.arm: row.cost for row in candidates if row.cost is not None}
+        found.crossings = statistics.envelope(costs, first.cost)
     found.verdict = _verdict(found)
     return found
 
@@ -232,16 +238,6 @@ def _work(row: Row, base: Row) -> float:
     if ours is None or theirs is None or abs(ours.median / theirs.median - 1) < SAME_WORK:
         return 1.0
     return theirs.median / ours.median
-
-
-def _crossings(rows: Sequence[Row]) -> list[Crossing]:
-    """Of the baseline, and of rows shown to be faster by what their arms are, not by what they fell back to."""
-    base, known = rows[0], [row for row in rows if row.cost is not None]
-    if base.cost is None or len(known) == 1:
-        return []
-    fast = [row for row in known if row.ratio is not None and row.ratio.verdict == FASTER]
-    candidates = [base, *(row for row in fast if not any(run.record.ended_in_eager for run in row.cell.finished))]
-    return statistics.envelope({row.cell.arm: row.cost for row in candidates if row.cost is not None}, base.cost)
 
 
 def _is(cell: Cell, name: str) -> bool:

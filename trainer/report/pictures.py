@@ -30,6 +30,7 @@ MIN_STEPS, MAX_STEPS = 10, 1_000_000
 POINTS = 121
 MAX_NAME, LEGEND = 52, 44
 """Characters of an arm's name, beside its bar and in the legend."""
+TITLE: dict[str, Any] = {"loc": "left", "weight": "bold", "size": 11}
 PALE = 0.35
 """Opacity of a line of which no difference from the baseline is shown."""
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5b636d", "#e3e6ea", "#ffffff"
@@ -172,7 +173,7 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
         figure = Figure(figsize=(WIDTH_INCHES, 0.6 + 2 * LINE_INCHES * len(rates)), layout="constrained")
         axes = figure.add_subplot()
         ratios = "" if comparison.baseline_row is None else f", times {cut(comparison.baseline, 24)} (95% interval)"
-        _title(axes, f"{unit} a second{ratios}")
+        axes.set_title(f"{unit} a second{ratios}", **TITLE)
         longest = max(rate.high or rate.median for _, rate in rates.values())
         for place, (arm, (row, rate)) in enumerate(rates.items()):
             ratio = "" if row.ratio is None else f" · {marked(row.ratio)}"
@@ -227,7 +228,7 @@ def _panels(titles: Sequence[str], arms: Sequence[str], palette: Palette) -> Ite
         panels = [figure.add_subplot(len(titles), 1, place) for place in range(1, len(titles) + 1)]
         for axes, title in zip(panels, titles, strict=True):
             axes.grid(True)
-            _title(axes, title)
+            axes.set_title(title, **TITLE)
         yield figure, panels
         figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, labelspacing=0.25)
 
@@ -255,10 +256,6 @@ def _drawing() -> Iterator[None]:
     }
     with mpl.rc_context(settings):
         yield
-
-
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", weight="bold", size=11)
 
 
 def arm_colours(comparisons: Sequence[WorkloadComparison]) -> dict[str, str]:

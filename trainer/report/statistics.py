@@ -108,7 +108,13 @@ def ratio(arm: Sequence[Sample], baseline: Sequence[Sample], *, alike: bool = Tr
         half_width = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
         spread = spread if alike else statistics.stdev(logs) / math.sqrt(2)  # a ratio holds the noise of both sides
         return _judged(statistics.fmean(logs), half_width, spread, pairs=len(logs))
-    return _judged(statistics.fmean(theirs) - statistics.fmean(ours), _welch(ours, theirs), spread)
+    # Welch's interval of the difference of two means.
+    shares = [(statistics.variance(side) / len(side), len(side) - 1) for side in (ours, theirs)]
+    total, half_width = sum(share for share, _ in shares), 0.0
+    if total:
+        degrees = total**2 / sum(share**2 / freedom for share, freedom in shares)
+        half_width = t_quantile(degrees) * math.sqrt(total)
+    return _judged(statistics.fmean(theirs) - statistics.fmean(ours), half_width, spread)
 
 
 def t_quantile(degrees: float) -> float:
@@ -131,16 +137,6 @@ def t_quantile(degrees: float) -> float:
 
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788)
 """97.5% quantiles of Student's t for 1, 2, ... degrees of freedom."""
-
-
-def _welch(first: Sequence[float], second: Sequence[float]) -> float:
-    """Half the width of Welch's 95% interval of the difference of two means."""
-    shares = [(statistics.variance(side) / len(side), len(side) - 1) for side in (first, second)]
-    total = sum(share for share, _ in shares)
-    if total == 0:
-        return 0.0
-    degrees = total**2 / sum(share**2 / freedom for share, freedom in shares)
-    return t_quantile(degrees) * math.sqrt(total)
 
 
 def _judged(logarithm: float, half_width: float, spread: float, *, pairs: int = 0) -> Ratio:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trainer.report.comparison import Row, WorkloadComparison
 from trainer.report.flags import DECISIVE_VERSIONS, deciding, parity_of
@@ -256,9 +256,8 @@ def _table(columns: Columns, width: int) -> RenderableType:
     left = max(MIN_ARM, width - sum(GAP + widths[name] for name in others))
     made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
     for name in columns:
-        side: Literal["left", "right"] = "left" if name in TEXT_COLUMNS else "right"
-        heading = "\n".join(textwrap.wrap(name, widths[name]))
-        made.add_column(heading, justify=side, overflow="fold", no_wrap=name != first)
+        heading, of_text = "\n".join(textwrap.wrap(name, widths[name])), name in TEXT_COLUMNS
+        made.add_column(heading, justify="left" if of_text else "right", overflow="fold", no_wrap=name != first)
     for name, *texts in zip(*columns.values(), strict=True):
         lines = [""]
         for word in re.findall(r"[^ +=-]*[ +=-]*", name):

@@ -162,9 +162,15 @@ class IsolatedLauncher(Launcher):
     def _command(self, cell: PlannedCell, config: DictConfig) -> list[str]:
         devices = config.trainer.devices or 1
         by_torchrun = OmegaConf.get_type(config.run) is Peer and devices != 1  # ours start the others themselves
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}", "-m", "trainer"]
+        # As this program was started: by the console script, or as a module.
+        script, module = Path(sys.argv[0]), getattr(__main__, "__spec__", None) is not None
+        module |= script.suffix == ".py" or not script.is_file()
+        how = ["-m", "trainer"] if module else [str(script.resolve())]
+        if by_torchrun:
+            how = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}", "-m", "trainer"]
         return [
-            *([sys.executable, *torchrun] if by_torchrun else own_command()),
+            sys.executable,
+            *how,
             *cell.words,
             *(override for override in self._config.hydra.overrides.hydra if not OURS.match(override)),
             # An experiment may ask for a sweep by itself; a cell never starts another one.
@@ -172,15 +178,6 @@ class IsolatedLauncher(Launcher):
             f"hydra.job.num={config.hydra.job.num}",
             f"hydra.run.dir={plan.quoted(cell.directory.resolve())}",
         ]
-
-
-def own_command() -> list[str]:
-    """How this program was started: the console script, or ``python -m trainer``."""
-    started_by_module = getattr(__main__, "__spec__", None) is not None
-    script = Path(sys.argv[0])
-    if started_by_module or script.suffix == ".py" or not script.is_file():
-        return [sys.executable, "-m", "trainer"]
-    return [sys.executable, str(script.resolve())]
 
 
 def flags(arguments: Sequence[str]) -> list[str]:
