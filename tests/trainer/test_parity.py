@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies import Program, Regional, Stage, Strategy
+from strategies import Program, Regional, Stage, Strategy, Whole
 from tests.trainer import guarded
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
@@ -255,3 +257,31 @@ def test_what_is_no_number_is_beyond_every_tolerance(number: float) -> None:
         found = complaints(*wrong)
         assert found
         assert all(line.startswith(words) for line in found)
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+def test_weights_that_only_compiled_code_gives_a_gradient_are_named(decay: float, tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
+            return self.used(x_BD), self.unused(x_BD)
+
+    class Pooled(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.both = nn.ModuleList(), Both()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.mse_loss(self.head(self.both(self.stem(batch[0]))[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=decay)
+
+    compile_ = Compile([Whole(backend="aot_eager")])
+    named = r"eager gives both\.unused\.weight, both\.unused\.bias no gradient.* requires_grad_\(False\)"
+    with pytest.raises(ParityError, match=named) if decay else contextlib.nullcontext():
+        fit(Pooled(), tmp_path, [compile_])
+    assert any(re.match(named, note) for note in compile_.record.notes)

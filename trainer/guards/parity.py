@@ -85,6 +85,8 @@ class ParityGate:
         self._rough = not exact or any(map(_rough, loop.optimizers))
         """Whether an optimizer may work in a lower precision than that of the weights."""
         self._random_states: list[Any] = []
+        self._zeros: dict[Tensor, None] = {}
+        """Parameters that eager gives no gradient, and the program one of zeros."""
         alone = loop.world_size == 1  # a higher precision may need more memory than one of the processes has
         self._lowered = alone and program.precision.endswith("-mixed")
         """Whether eager without autocast says how much it rounds."""
@@ -126,6 +128,14 @@ class ParityGate:
             )
             vague &= "reason" in figures["evaluation"]
         failed = self._loop.anywhere(bool(complaints))
+        zeros = ""
+        if names := [name for name, parameter in self._named.items() if parameter in self._zeros]:
+            zeros = (
+                f"eager gives {', '.join(names[:3])}{', ...' * (len(names) > 3)} no gradient, compiled code one of "
+                "zeros (the loss uses no output of theirs), by which optimizers keep state and decay weights: freeze "
+                "them, requires_grad_(False)"
+            )
+            self._program.notes.append(zeros)
         facts = {
             "mode": self._mode,
             "verdict": "failed" if failed else "not compared" if vague else "passed",
@@ -134,7 +144,9 @@ class ParityGate:
             "draws_random_numbers": drew,
         }
         if failed:
-            reason = facts["reason"] = "; ".join(complaints) or "another process found it so"
+            reason = facts["reason"] = (
+                "; ".join([*complaints, zeros] if zeros else complaints) or "another process found it so"
+            )
             raise ParityError(
                 f"parity={self._mode}: the compiled step is not eager's: {reason}. Nothing was trained. Leave "
                 "out strategies to find the one at fault; parity=off continues in spite of it",
@@ -215,10 +227,14 @@ class ParityGate:
             comparison.noise.append(one)
 
     @torch.no_grad()
-    def _give(self, blurred_by: int | None) -> None:
-        """Replace the gradients that an optimizer is about to take by those of the reference."""
-        given = []
-        for parameter, gradient in next(self._giving, {}).items():
+    def _give(self, of: list[Tensor], blurred_by: int | None, *, ours: bool) -> None:
+        """Replace the gradients that an optimizer is about to take by those of the reference; ``ours`` are the
+        program's."""
+        given, taken = [], next(self._giving, {})
+        if ours:
+            more = [one for one in of if one.grad is not None and one not in taken]
+            self._zeros |= dict.fromkeys(one for one in more if not one.grad.any())  # type: ignore[union-attr]
+        for parameter, gradient in taken.items():
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad.layout is torch.strided:  # a sparse one is as it is, and its optimizer is not compiled
@@ -253,7 +269,7 @@ class ParityGate:
             if take:
                 self._taken.append({one: self._snapshot.copy(gradient_of(one)) for one in of if one.grad is not None})
             else:
-                self._give(blurred_by)
+                self._give(of, blurred_by, ours=noise is None and not exact)
 
         if self._loop.manual:
             losses: list[Tensor] = []
