@@ -64,10 +64,8 @@ def batch_counter(task: Task) -> BatchCounter:
 
     def count(batch: Any) -> Counts:
         counts = task.count(batch)
-        if counts.attended is not None:  # no two batches are of one size
-            return counts.samples, counts.tokens, counts.useful_tokens, task.training_flops(batch)
         size = (counts.samples, counts.tokens)
-        if size not in flops:
+        if size not in flops or counts.attended is not None:  # then no two batches are of one size
             flops[size] = task.training_flops(batch)
         return counts.samples, counts.tokens, counts.useful_tokens, flops[size]
 

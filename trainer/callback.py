@@ -25,12 +25,12 @@ from strategies.regions import give_up, guard_calls, rest, wake
 from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import kinds, replaced
+from trainer.loops.processes import EpochEnds, epoch_ends
 from trainer.loops.training import CompiledTraining, Logs
 from trainer.telemetry.files import flat
 from trainer.telemetry.record import FILE_NAME
 
 if TYPE_CHECKING:
-    from trainer.loops.processes import EpochEnds
     from trainer.loops.watch import Watch
 
 __all__ = ["Compile", "CompiledNothing"]
@@ -113,8 +113,6 @@ class Compile(CompiledTraining, L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""
         if trainer.world_size > 1:
-            from trainer.loops.processes import epoch_ends
-
             self._epoch_ends = epoch_ends(trainer)
         self._keep_record(trainer)
         wake(self.program)

@@ -31,8 +31,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from trainer import errors, working_directory_last
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-CONF = HERE / "conf" if (HERE / "conf" / "config.yaml").is_file() else ROOT / "conf"
+CONF = HERE / "conf" if (HERE / "conf" / "config.yaml").is_file() else HERE.parent / "conf"
 """Inside the package in a wheel, beside it in a checkout; absolute, so that the user's own conf/ is never taken."""
 REFUSED = 2
 """Exit code for a command that was refused before any work started."""

@@ -208,10 +208,7 @@ class LoaderPadder:
 
 
 def known_lengths(dataset: Any) -> NDArray[np.int64] | None:
-    """The attribute ``lengths`` of ``dataset``, if it has one.
-
-    Raises ValueError when it does not have one length an example.
-    """
+    """The attribute ``lengths`` of ``dataset``, if it has one. Raises ValueError unless it has a length an example."""
     lengths = getattr(dataset, "lengths", None)
     if lengths is None:
         return None

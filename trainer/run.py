@@ -270,25 +270,21 @@ class Job:
 
     def go(self, stop: StopRequest) -> None:
         """Build everything and train to the end, to an error or to a stop."""
-        config, record = self._config, self._record
+        config, settings, record = self._config, self._config.trainer, self._record
         checkpoint, saved = self._checkpoint()
         self._compile = compile_ = compile_callback(config, record)
         L.seed_everything(config.seed, verbose=False)
         losses = FiniteLosses(config.on_nonfinite_loss, compile_)
-        every = config.trainer.checkpoint_every_n_steps
+        every = settings.checkpoint_every_n_steps
         checkpoints = Checkpoints(self._run_dir, every_n_steps=every, stop=stop, losses=losses)
         trainer = build_trainer(config, self._run_dir, [Resuming(record.notes, saved), compile_, checkpoints])
         start_processes(trainer, self._run_dir)
         note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
-        with ProgressView(
-            self._console,
-            style=config.trainer.progress,
-            total=config.trainer.max_steps,
-            telemetry=lambda: compile_.telemetry,
-        ):
+        steps = settings.max_steps
+        with ProgressView(self._console, style=settings.progress, total=steps, telemetry=lambda: compile_.telemetry):
             data = config.task.build_data(seed=config.seed)
-            module = config.task.build_module(max_steps=config.trainer.max_steps)
+            module = config.task.build_module(max_steps=steps)
             require_memory_of(module, trainer, record.command)
             try:
                 trainer.fit(module, datamodule=data, ckpt_path=checkpoint)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies import Strategy
+from strategies import Program, Strategy
 from strategies.modules import Auto
 from strategies.options import cache_directories
 from tasks.base import cache_folder
@@ -27,7 +27,6 @@ from trainer.telemetry.files import finite, written_whole
 if TYPE_CHECKING:
     import torch
 
-    from strategies import Program
     from strategies.loop import Loop
 
 EAGER = "eager"

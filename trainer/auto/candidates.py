@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from strategies import Program, Strategy
 from strategies.base import Region
@@ -20,9 +19,7 @@ from trainer.auto import Knowledge
 from trainer.background import release
 from trainer.background.calls import Background
 from trainer.background.trial import Trial
-
-if TYPE_CHECKING:
-    from trainer.loops.processes import Agreement
+from trainer.loops.processes import Agreement
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,8 +128,6 @@ class Candidates:
         """Start a helper; every process has its own, at the same step."""
         self.compiling = name
         if self._loop.world_size > 1:
-            from trainer.loops.processes import Agreement
-
             self._agreement = Agreement()
         self._helpers[name].start()
 

@@ -203,8 +203,7 @@ class Chooser:
             candidate = Candidate(strategy=STRATEGIES[arm.module]())
             self._candidates.named.setdefault(arm.module, candidate).put_on(program, self._settings)
         self._on, self._steps, self._check_at = arm, [], SETTLE_STEPS + TIMED_STEPS
-        tried = self._candidates.named.get(arm.module)
-        compared = tried is not None and self._known.helped.get(arm.module, False) and not tried.vague
+        compared = self._known.helped.get(arm.module, False) and not self._candidates.named[arm.module].vague
         strategies = [*self._others, *self._strategies(arm)]
         self._guards[arm.name] = self._switch(strategies, self._guards.get(arm.name), compared)
 

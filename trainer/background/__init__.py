@@ -118,10 +118,9 @@ _early: list[Helper] = []
 
 def start_early(options: Options | None) -> None:
     """Start the helper that is going to be needed, if there is none."""
-    if options is not None and not (_early and _early[0].serves(options.max_host_gib)):
-        release()
+    if options is not None:
         with contextlib.suppress(OSError):  # comes up again, with its reason, where it is needed
-            _early.append(Helper(options.max_host_gib))
+            _early.append(take(options))
 
 
 @contextlib.contextmanager

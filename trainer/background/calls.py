@@ -200,8 +200,7 @@ class Background:
             elif "modules" in message:
                 self.modules += message["modules"]
             elif "done" in message and not self.by_shape:  # else other shapes may come
-                self.done = True
-                self._end()
+                self.close()
         if self.done:
             return
         if ended is not None:
@@ -221,9 +220,6 @@ class Background:
         """End the helper and stop recording; what was ready stays so. May be called twice."""
         self.done = True
         self.stop_recording()
-        self._end()
-
-    def _end(self) -> None:
         if self._helper is not None:
             self._helper.end()
             self._helper = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -26,12 +26,10 @@ from strategies.regions import give_up, guard_calls, outermost, switch_off, swit
 from trainer.background.calls import Background, Key
 from trainer.background.trial import Trial
 from trainer.background.update import UpdateTakeover
+from trainer.loops.processes import Agreement
 from trainer.telemetry.meter import shape_of
 from trainer.telemetry.record import Event
 from trainer.telemetry.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from trainer.loops.processes import Agreement
 
 CHANCES = 10
 """Optimizer steps within which a region that is ready has to be called."""
@@ -93,13 +91,10 @@ class Takeover:
                     "compile.background: with buckets on several devices, each would take over at steps of its own; "
                     "leave one of them out"
                 )
-            from trainer.loops.processes import Agreement
-
             self._agreement = Agreement()
         for strategy in self._program.strategies:
             if isinstance(strategy, Optimizer):
-                calls, compares = self.helper.calls, self._parity != "off"
-                self._update = UpdateTakeover(strategy, self._program, calls, compares=compares)
+                self._update = UpdateTakeover(strategy, self._program, self.helper.calls, self._parity)
         self.helper.start()
         how = "come from an earlier run's cache" if self.helper.warm else "are compiled by another process"
         self._program.notes.append(f"background: eager at first; {len(self._outer)} regions {how} and take over")
@@ -183,19 +178,15 @@ class Takeover:
         if self._trial is not None:
             self._judge(self._trial)
             self._trial = None
-        for region in [one for one in self._pending if one.path in self.helper.refused]:
-            self._leave(region, self.helper.refused[region.path])
-        if self.helper.failed is not None:
-            for region in [one for one in self._pending if one.path not in ready]:
-                self._leave(region, self.helper.failed)
+        for region in list(self._pending):
+            reason = self.helper.refused.get(region.path, None if region.path in ready else self.helper.failed)
+            if reason is not None:
+                self._leave(region, reason)
         if not self._pending and self._update is not None and not self._update.over:
             update_failed = self.helper.failed if self._switched else "no region runs compiled"
             self._update.advance(ready, self.helper.refused, update_failed)
-        alone = self._agreement is None
-        if self.helper.by_shape:
-            if not self._waits and self._has_all_shapes():
-                self._finish()
-        elif not self._waits if alone else self._agreed is not None and not self._agreed[1]:
+        waits = self._waits if self._agreement is None else self._agreed is None or bool(self._agreed[1])
+        if not waits and (not self.helper.by_shape or self._has_all_shapes()):
             self._finish()
 
     @property

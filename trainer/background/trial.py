@@ -61,24 +61,19 @@ class Trial:
                 self.seconds = time.perf_counter() - began
         return module._call_impl(*args, **kwargs)
 
-    def _switch_on(self) -> None:
-        switch_on(self.program, self.region)
-        call = self.region.compiled
-        if self.gate is not None and isinstance(call, RegionCall):
-            if call.compiled is not self.gate:
-                self.gate.compiled, call.compiled = call.compiled, self.gate
-            self.region.module._compiled_call_impl = self.gate.compiled
-
     def _try(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         unit = rounding_unit(self.program.precision, next(module.parameters(), torch.empty(0)).device, module)
         switch_off(self.program, self.region)
-        if self.parity == "off":
-            self._switch_on()
-            _pass(module, args, kwargs, self._weights())
-            return
-        reference = self._eager(module, args, kwargs, None)
-        self._switch_on()
+        reference = None if self.parity == "off" else self._eager(module, args, kwargs, None)
+        switch_on(self.program, self.region)
+        call = self.region.compiled
+        if self.gate is not None and isinstance(call, RegionCall):  # it calls the gate, and the gate what is compiled
+            if call.compiled is not self.gate:
+                self.gate.compiled, call.compiled = call.compiled, self.gate
+            module._compiled_call_impl = self.gate.compiled
         seen = _pass(module, args, kwargs, self._weights())
+        if reference is None:
+            return
         switch_off(self.program, self.region)
         if reference.keys() != seen.keys():
             raise ValueError("compiled, other gradients exist than in eager")

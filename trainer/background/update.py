@@ -56,8 +56,8 @@ class Shadow:
         strategy, self._optimizer, places, gradients = pickle.loads(described)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        self._own = copy.deepcopy((self._optimizer, gradients))
-        for parameter, gradient in self._own[1]:
+        self._own, gradients = copy.deepcopy((self._optimizer, gradients))
+        for parameter, gradient in gradients:
             parameter.grad = gradient
         self._before = [one.detach().clone() for one in self._parameters(self._optimizer)]
         update = strategy.update_for(self._optimizer, Program(module=nn.Module()), places)
@@ -74,12 +74,11 @@ class Shadow:
 
     def complaint(self) -> str | None:
         """How its step, once made, is another than torch's own."""
-        own, _ = self._own
-        own.step()
-        pairs = zip(self._parameters(self._optimizer), self._parameters(own), self._before, strict=True)
+        self._own.step()
+        pairs = zip(self._parameters(self._optimizer), self._parameters(self._own), self._before, strict=True)
         for one, other, before in pairs:
             moved = (other - before).norm()
-            states, others = self._optimizer.state[one], own.state[other]
+            states, others = self._optimizer.state[one], self._own.state[other]
             compared = [(one, other, OF_THE_UPDATE * moved)]
             compared += [(states[n], s, 0.0) for n, s in others.items() if n != "step" and isinstance(s, Tensor)]
             for mine, theirs, more in compared:
@@ -97,10 +96,8 @@ class UpdateTakeover:
     """Of the strategy ``optimizer`` in one training: ``advance`` after each step, until ``over``. What the helper is to
     compile of each optimizer is put into ``calls``, those of ``Background``."""
 
-    def __init__(
-        self, strategy: Optimizer, program: Program, calls: dict[tuple[str, int], Call], *, compares: bool
-    ) -> None:
-        self._strategy, self._program, self._calls, self._compares = strategy, program, calls, compares
+    def __init__(self, strategy: Optimizer, program: Program, calls: dict[tuple[str, int], Call], parity: str) -> None:
+        self._strategy, self._program, self._calls, self._parity = strategy, program, calls, parity
         self._paths = {f"<optimizer {number}>": one for number, one in enumerate(program.optimizers)}
         """Under which the helper knows them."""
         self._hooks: dict[str, Any] = {}
@@ -122,10 +119,9 @@ class UpdateTakeover:
         self._hooks.pop(path).remove()
         try:
             described = describe(self._strategy, optimizer, places)
+            self._calls[path, 0] = Call(path=path, arguments={}, pickled=described, autocast={})
         except Exception as error:  # anything that a user's object raises when it is pickled
             self.leave(f"it cannot be described to the helper: {one_line(error)}")
-            return
-        self._calls[path, 0] = Call(path=path, arguments={}, pickled=described, autocast={})
 
     def advance(self, ready: set[str], refused: Mapping[str, str], failed: str | None) -> None:
         """Between two steps, regions have taken over: try the next piece."""
@@ -137,21 +133,18 @@ class UpdateTakeover:
             try:
                 device = self._program.device
                 with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
-                    through = next(self._pieces, True)
-                if through:
-                    self._install()
+                    next(self._pieces, None)
             except Exception as error:  # whatever it is, torch's own step can do it
                 self.leave(one_line(error))
 
     def _all_pieces(self) -> Iterator[None]:
+        """Try every update, piece by piece; then put them in place."""
         for path in self._paths:
             self._shadows[path] = shadow = Shadow(self._calls[path, 0].pickled)
             yield
             yield from shadow.pieces()
-            if self._compares and (complaint := shadow.complaint()):
+            if self._parity != "off" and (complaint := shadow.complaint()):
                 raise ValueError(complaint)
-
-    def _install(self) -> None:
         begin([self._strategy], self._program)
         for path, optimizer in self._paths.items():
             update = installed(optimizer)
