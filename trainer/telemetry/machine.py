@@ -115,13 +115,12 @@ class EnergyMeter:
         self._window_samples = self._samples = 0
         self._joules = self._seconds = 0.0
 
-    def begin(self) -> None:
-        """Open a window, unless one is open."""
-        if self._board is not None and self._window is None:
+    def step(self, samples: int) -> None:
+        """A steady step is over: its samples count to the open window, or a window is opened."""
+        if self._window is not None:
+            self._window_samples += samples
+        elif self._board is not None:
             self._window, self._window_samples = (self._read_joules(), now()), 0
-
-    def add(self, samples: int) -> None:
-        self._window_samples += samples
 
     def end(self) -> None:
         """Close the window and add it up."""

@@ -39,13 +39,9 @@ COMPILER_POINTS = ("compile_seconds", "graphs", "graph_breaks", "recompiles", "c
 
 def added_up(mine: Rates, everywhere: Sequence[Rates]) -> Rates:
     """``mine`` with those that count things added up over all processes, None where one of them has none."""
-
-    def total(name: str) -> float | None:
-        rates = [getattr(each, name) for each in everywhere]
-        return None if None in rates else sum(rates)
-
     names = ("samples_per_second", "tokens_per_second", "useful_tokens_per_second")
-    return dataclasses.replace(mine, **{name: total(name) for name in names})
+    rates = {name: [getattr(each, name) for each in everywhere] for name in names}
+    return dataclasses.replace(mine, **{name: None if None in each else sum(each) for name, each in rates.items()})
 
 
 class Telemetry:
@@ -179,8 +175,7 @@ class Telemetry:
         if step.disturbed or step.profiled:
             self._energy.discard()
         elif self.meter.warm:
-            self._energy.add((step.counts and step.counts[0]) or 0)
-            self._energy.begin()
+            self._energy.step((step.counts and step.counts[0]) or 0)
         if self.meter.warm and not was_warm:
             self._machine.begin()
         self.curves.add(step)
