@@ -13,6 +13,15 @@ from strategies.base import Program, Stage, Strategy
 from strategies.options import CompileOptions
 
 HOW = ("mark", "always", "automatic")
+CANDIDATES = ("regional", "whole", "cuda_graph")
+"""Strategies that a choice may be made among; eager always is one, and cuda_graph joins any other."""
+MIN_CORES = 4
+"""Below this many, the helper process takes from the training what it gives it later."""
+TOGETHER = (
+    *("background", "regional", "whole", "modular", "cuda_graph", "cached"),
+    *("buckets", "dynamic", "checkpointing", "optimizer"),
+)
+"""Strategies whose regions the helper can compile, or which do not change them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -189,12 +198,6 @@ class Checkpointing(Strategy):
                 del block.forward
 
 
-# ---- auto ------------------------------------------------------------------------------------------------------------
-
-CANDIDATES = ("regional", "whole", "cuda_graph")
-"""Strategies that a choice may be made among; eager always is one, and cuda_graph joins any other."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Auto(Strategy):
     """Choose how modules are compiled, and whether steps are captured, while the run trains.
@@ -244,12 +247,6 @@ class Auto(Strategy):
                 raise ValueError(f"compile.auto.candidates: {name!r} is not one of {CANDIDATES}")
         if self.planned_steps is not None and self.planned_steps < 1:
             raise ValueError(f"compile.auto.planned_steps={self.planned_steps} must be at least 1")
-
-
-# ---- background ------------------------------------------------------------------------------------------------------
-
-MIN_CORES = 4
-"""Below this many, the helper process takes from the training what it gives it later."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -328,10 +325,3 @@ class Background(Strategy):
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-TOGETHER = (
-    *("background", "regional", "whole", "modular", "cuda_graph", "cached"),
-    *("buckets", "dynamic", "checkpointing", "optimizer"),
-)
-"""Strategies whose regions the helper can compile, or which do not change them."""

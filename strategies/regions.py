@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from strategies.options import CompilerRequest, near
 
 RECOMPILE_LIMIT = 64
 """Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> Region:
@@ -125,15 +127,11 @@ def give_up(program: Program, regions: Collection[Region], reason: str) -> None:
 @contextlib.contextmanager
 def compiled_only(program: Program, regions: Collection[Region]) -> Iterator[None]:
     """Inside, only ``regions`` run compiled and the others eager; nothing is lost or compiled again by it."""
-    modules = [region.module for region in program.regions if region not in regions]
-    calls = [module._compiled_call_impl for module in modules]
-    try:
-        for module in modules:
-            module._compiled_call_impl = None
+    with contextlib.ExitStack() as stack:
+        for region in program.regions:
+            if region not in regions:
+                stack.enter_context(mock.patch.object(region.module, "_compiled_call_impl", None))
         yield
-    finally:
-        for module, compiled in zip(modules, calls, strict=True):
-            module._compiled_call_impl = compiled
 
 
 class RegionCall:
@@ -182,9 +180,6 @@ def _guard(program: Program, region: Region) -> None:
         if other.path.startswith(f"{region.path}.") and isinstance(call, RegionCall):
             other.module._compiled_call_impl = call.compiled
     region.module._compiled_call_impl = RegionCall(region)
-
-
-CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_containers(module: nn.Module) -> list[str]:

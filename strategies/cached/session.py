@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 MAX_NAMED = 5
 """Compiled functions that a note names; the record has all of them."""
+REVISION = 4
+"""Raised when strategies let the compiler make something else of the same program, or bundles look different."""
+T = TypeVar("T")
 
 
 class Session:
@@ -263,9 +266,6 @@ def _read_counters() -> dict[str, int]:
     }
 
 
-T = TypeVar("T")
-
-
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Do ``work``; raises what it raises, or TimeoutError after ``seconds``, when nobody waits for it any longer."""
     done: Future[T] = Future()
@@ -281,12 +281,6 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     if not wait([done], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return done.result()
-
-
-# ---- the fingerprint -------------------------------------------------------------------------------------------------
-
-REVISION = 4
-"""Raised when strategies let the compiler make something else of the same program, or bundles look different."""
 
 
 def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:

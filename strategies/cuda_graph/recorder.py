@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -79,8 +80,6 @@ class HostRecorder(HostValues):
         """What was read, to be compared before each replay."""
         return HostState([*self._values.values()], [*self._contents.values()], [*self._tensors.values()])
 
-    # ---- reads of attributes -------------------------------------------------------------------------------------
-
     def _patch(self, cls: type) -> None:
         """Let ``cls`` report reads and writes of its objects' attributes until recording ends."""
         if any(base in self._patched for base in cls.__mro__):
@@ -107,22 +106,12 @@ class HostRecorder(HostValues):
         }
         if cls is nn.Module:
             replaced["__getattr__"] = reading(cls.__getattr__, self._read_of_module)
-        own = {name: vars(cls)[name] for name in replaced if name in vars(cls)}
         try:
             for name, function in replaced.items():
-                setattr(cls, name, function)
+                self._undo.enter_context(mock.patch.object(cls, name, function))
         except TypeError:  # a class of C, whose attributes are methods
             return
         self._patched.add(cls)
-
-        def restore() -> None:
-            for name in replaced:
-                if name in own:
-                    setattr(cls, name, own[name])
-                else:
-                    delattr(cls, name)
-
-        self._undo.callback(restore)
 
     def _read(self, obj: Any, name: str, getter: Any) -> Any:
         label = self._labels.get(id(obj))
@@ -202,8 +191,6 @@ class HostRecorder(HostValues):
                 self._values.setdefault(key, Value(f"{label}{name}", read, read(), self._line(), put))
         with self._quiet():
             yield
-
-    # ---- reads of globals, calls into C --------------------------------------------------------------------------
 
     def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event not in ("call", "c_call") or self._busy:

@@ -81,8 +81,6 @@ class HostValues:
     def _patch(self, cls: type) -> None:
         raise NotImplementedError
 
-    # ---- what a value leads to -----------------------------------------------------------------------------------
-
     def _reach(self, value: Any, label: str) -> None:
         if isinstance(value, CONSTANT) or id(value) in self._labels:
             return
@@ -257,8 +255,6 @@ class HostValues:
             return True
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         return cls.__module__.startswith("_cython") or (file is not None and is_ours(file))
-
-    # ---- small things --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ Group = dict[str, Any]
 Each = list[Tensor] | tuple[Tensor, ...]
 add, sub, mul, div = torch._foreach_add, torch._foreach_sub, torch._foreach_mul, torch._foreach_div
 sqrt, maximum = torch._foreach_sqrt, torch._foreach_maximum
+_serial = itertools.count()  # of compiled functions, a part of their names
 
 
 class Formula:
@@ -133,9 +134,6 @@ def formula_of(optimizer: torch.optim.Optimizer) -> Formula | None:
     step = inspect.unwrap(type(optimizer).step)
     formulas = ((torch.optim.Adam, Adam), (torch.optim.AdamW, Adam), (torch.optim.SGD, SGD))
     return next((formula() for kind, formula in formulas if inspect.unwrap(kind.step) is step), None)
-
-
-_serial = itertools.count()
 
 
 def fresh_function(formula: Formula, flags: Group, which: tuple[int, ...], *, name: str) -> Callable[..., None]:

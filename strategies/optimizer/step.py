@@ -144,9 +144,6 @@ def clip_inside(optimizer: torch.optim.Optimizer, largest: float) -> bool:
     return True
 
 
-# ---- hyperparameters on the device -----------------------------------------------------------------------------------
-
-
 class DeviceScalar:
     """One number of the host as a 0-D tensor of the device, so that no change of it recompiles.
 
