@@ -149,12 +149,12 @@ class CollateMasked:
     def __call__(self, rows: Sequence[Any]) -> MaskedBatch:
         lengths, tokens_T, targets_T = self.hide(rows)
         data = self.task.data
-        tokens_BS, targets_BS = (
-            pad_rows(torch.from_numpy(values_T).split(lengths.tolist()), width=data.pad_to, padding=padding)
-            for values_T, padding in ((tokens_T, PAD), (targets_T, IGNORED))
-        )
-        mask_BS = tokens_BS != PAD if data.packing == "documents" else None
-        return MaskedBatch(tokens_BS, targets_BS, mask_BS, len(tokens_T))
+        # A mask takes half the time of padding row by row, and the training itself waits for it.
+        mask_BS = np.arange(lengths.max() if data.pad_to is None else data.pad_to) < lengths[:, None]
+        tokens_BS, targets_BS = np.full(mask_BS.shape, PAD), np.full(mask_BS.shape, IGNORED)
+        tokens_BS[mask_BS], targets_BS[mask_BS] = tokens_T, targets_T
+        mask = torch.from_numpy(mask_BS) if data.packing == "documents" else None
+        return MaskedBatch(torch.from_numpy(tokens_BS), torch.from_numpy(targets_BS), mask, len(tokens_T))
 
     def hide(self, rows: Sequence[Tensor]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Lengths of the rows; what the model reads of all of them, one after the other; and its targets."""
@@ -163,13 +163,13 @@ class CollateMasked:
         # numpy: several times as fast as torch on arrays of this size, and a batch has to be ready in milliseconds.
         generator = np.random.default_rng((self.seed, zlib.crc32(tokens_T.tobytes())))
         # A random order in which special tokens come last; each row takes its first ones.
-        order_T = generator.random(len(tokens_T), dtype=np.float32)
-        order_T[tokens_T < len(SPECIAL_TOKENS)] = 2.0
+        order_T, special_T = generator.random(len(tokens_T), dtype=np.float32), tokens_T < len(SPECIAL_TOKENS)
+        order_T[special_T] = 2.0
         begins, picked = lengths.cumsum() - lengths, []
-        for begin, order in zip(begins, np.split(order_T, begins[1:]), strict=True):
-            ordinary = int((order < 2.0).sum())
+        ordinary_B = lengths - np.add.reduceat(special_T, begins, dtype=np.int64)
+        for begin, length, ordinary in zip(begins.tolist(), lengths.tolist(), ordinary_B.tolist(), strict=True):
             count = min(ordinary, max(1, round(SHARE * ordinary)))
-            picked.append(begin + order.argpartition(count - 1)[:count])
+            picked.append(begin + order_T[begin : begin + length].argpartition(count - 1)[:count])
         picked_T = np.sort(np.concatenate(picked))
         targets_T = np.full(len(tokens_T), IGNORED, dtype=np.int64)
         targets_T[picked_T] = true_P = tokens_T[picked_T]
