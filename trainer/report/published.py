@@ -5,7 +5,7 @@ A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one wo
 table between ``<!-- table: NAME -->`` and ``<!-- end -->``; of ``losses-*.jsonl`` it shows the picture alone. Files
 ``same-*.jsonl``, of arms beside themselves, are for tests of the statistics. Ratios are taken in each round; the median
 is given with the least and the largest. Of runs under the profiler only the device's own time of a step is taken, and
-the cold warm-up where no other run was.
+the cold warm-up where no other run was; ``<!-- kernels: NAME -->`` begins a table of what the device did in them.
 Where a page shows ``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records.
 """
 
@@ -42,7 +42,7 @@ SAME, CURVES_ALONE = "same-", "losses-"
 """What the names of files begin with that hold no rows: arms beside themselves, and runs of which the losses count."""
 MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
-MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- (table|kernels): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
 TOKENS = "useful tokens/s"
 COLD, WARM = "warm-up s, cold", "warm-up s, warm"
@@ -86,13 +86,13 @@ def line_of(record: RunRecord) -> str:
 
 
 def _facts(facts: Any) -> Any:
-    """Numbers and verdicts; no lists, no paths."""
+    """Numbers, verdicts and kernels; no other lists, no paths."""
     if not isinstance(facts, dict):
         return facts
     return {
         name: _facts(value)
         for name, value in facts.items()
-        if isinstance(value, int | float) or name in ("verdict", "reason", "parity")
+        if isinstance(value, int | float) or name in ("verdict", "reason", "parity", "kernels")
     }
 
 
@@ -205,12 +205,37 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
     return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
 
 
+def kernels(runs: Sequence[Run], link: str) -> list[str]:
+    """The lines of a table of the longest kernels, for each run under the profiler that has kept them."""
+    lines = []
+    for record in (run.record for run in runs if _is_profiled(run)):
+        facts = record.report.get("profile", {})
+        if found := facts.get("kernels"):
+            columns = {
+                "ms a step": [f"{kernel['milliseconds_per_step']:.2f}" for kernel in found],
+                "share": [f"{kernel['share']:.1%}" for kernel in found],
+                "calls": [f"{kernel['calls_per_step']:g}" for kernel in found],
+                "kernel": [kernel["name"] for kernel in found],
+            }
+            device = (
+                f"{facts['busy_seconds_per_step'] * 1e3:.1f} ms of the device a step, idle {facts['idle_share']:.1%}"
+            )
+            lines += [
+                f"`{record.label}` · {device} · {conditions_of([record])} · [records]({link})",
+                "",
+                *piped(columns),
+                "",
+            ]
+    return lines
+
+
 def refreshed(text: str, records: Path = RECORDS) -> str:
     """A page with its tables made anew from the files in ``records``. Raises ValueError for a file that is missing."""
 
     def made(match: re.Match[str]) -> str:
-        file = records / f"{match[2]}.jsonl"
-        return "\n".join((match[1].rstrip("\n"), *table(find([file]), f"records/{file.name}"), match[3]))
+        file = records / f"{match[3]}.jsonl"
+        lines = {"table": table, "kernels": kernels}[match[2]](find([file]), f"records/{file.name}")
+        return "\n".join((match[1].rstrip("\n"), *lines, match[4]))
 
     return MARK.sub(made, text)
 
