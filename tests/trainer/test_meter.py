@@ -165,19 +165,16 @@ def test_shapes_are_those_of_the_tensors_of_any_kind_of_batch() -> None:
     x, y = torch.zeros(2, 3), torch.zeros(2)
     for batch in ((x, y), [x, y], {"x": x, "n": 3, "y": y}, SimpleNamespace(x=x, y=y)):
         assert shape_of(batch) == ((2, 3), (2,))
-    seen = SeenShapes()
-    assert seen.new((x, y))
-    assert not seen.new((x, y))
     assert shape_of(None) == ()
 
 
 def test_shapes_settle_unless_most_batches_have_one_of_their_own() -> None:
     again, own = SeenShapes(), SeenShapes()
-    settled = []
-    for number in range(100):
-        again.new(torch.zeros(1 + number % 40))
-        own.new(torch.zeros(1 + number))
-        settled.append((again.settle, own.settle))
-    assert settled[:16] == [(False, False)] + [(True, True)] * 15
-    assert settled[16:40] == [(False, False)] * 24, "so far they are alike"
-    assert settled[46:] == [(True, False)] * 54
+    found = [
+        (again.unsettled(torch.zeros(1 + number % 40)), own.unsettled(torch.zeros(1 + number))) for number in range(100)
+    ]
+    assert found[:16] == [(False, False)] + [(True, True)] * 15
+    assert found[16:] == [(False, False)] * 84, "40 shapes are many until they come again"
+    assert again.unsettled(torch.zeros(200))
+    assert not again.unsettled(torch.zeros(200)), "it is not new"
+    assert not own.unsettled(torch.zeros(200))

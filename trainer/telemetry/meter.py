@@ -292,18 +292,14 @@ class SeenShapes:
         self._seen: set[Any] = set()
         self._again = 0
 
-    def new(self, batch: Any) -> bool:
+    def unsettled(self, batch: Any) -> bool:
+        """Whether its shapes are new although others come again, so that it costs once what a steady step does not. Not
+        for the very first, which the warm-up leaves out, nor where most batches have a shape of their own."""
         shape = shape_of(batch)
         if shape in self._seen or len(self._seen) >= MAX_SHAPES:
             self._again += 1
             return False
         self._seen.add(shape)
-        return True
-
-    @property
-    def settle(self) -> bool:
-        """Whether shapes come again, so that one that is new costs once what a steady step does not; false for
-        the very first, which the warm-up leaves out, and where most batches have a shape of their own."""
         return 1 < len(self._seen) <= FEW_SHAPES + MAX_NEW * self._again
 
 

@@ -158,7 +158,7 @@ class Telemetry:
         step.batches += 1
         if self.count is not None:
             step.add(self.count(batch))
-        step.unsettled |= self._shapes.new(batch) and self._shapes.settle
+        step.unsettled |= self._shapes.unsettled(batch)
         if loss is not None:
             step.losses.append(loss)
         done = self._loop.steps_done
