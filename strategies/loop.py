@@ -172,6 +172,9 @@ class Loop(Protocol):
     def writer(self) -> SummaryWriter | None:
         """TensorBoard's writer, for figures and pages; None without one, and on all processes but the first."""
 
+    def logs(self, name: str) -> bool:
+        """Whether the training itself logs a figure of that name, which ours must not get mixed with."""
+
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         """Hand figures to the loggers that are not TensorBoard's."""
 

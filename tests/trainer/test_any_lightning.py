@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import signal
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,22 @@ def test_another_logger_gets_the_figures_too(tmp_path: Path) -> None:
     fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")], warmup_steps=1)], logger=logger)
     header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train/loss", "warmup/graphs", "warmup/first_step_seconds"} <= set(header)
+
+
+def test_a_curve_of_the_modules_own_is_not_mixed_with_ours(tmp_path: Path) -> None:
+    class Template(Blocks):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train/loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+    def logged(*callbacks: L.Callback) -> list[str]:
+        logger = CSVLogger(tmp_path)
+        fit(Template(), tmp_path, list(callbacks), logger=logger, log_every_n_steps=1)
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            return [row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]]
+
+    assert logged(Compile(warmup_steps=1)) == logged()
 
 
 def test_signals_are_left_to_the_project(tmp_path: Path) -> None:

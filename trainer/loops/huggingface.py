@@ -156,6 +156,9 @@ class HuggingFaceLoop(OneProcess):
         callbacks = self._trainer.callback_handler.callbacks
         return next((found for one in callbacks if (found := getattr(one, "tb_writer", None)) is not None), None)
 
+    def logs(self, name: str) -> bool:
+        return False
+
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         self._figures.update({name: value for name, value in values.items() if name.startswith(LOGGED)})
 

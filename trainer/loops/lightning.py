@@ -109,6 +109,10 @@ class LightningLoop(Processes):
         loggers = self._trainer.loggers if self.is_first_process else ()
         return next((logger.experiment for logger in loggers if isinstance(logger, kinds(TensorBoardLogger))), None)
 
+    def logs(self, name: str) -> bool:
+        known = [one.meta for one in self._trainer.fit_loop.epoch_loop._results.values()]
+        return any(one.name == name and not one.forked for one in known)
+
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         for logger in self._trainer.loggers if self.is_first_process else ():
             if not isinstance(logger, kinds(TensorBoardLogger)):

@@ -132,6 +132,9 @@ class PlainLoop(OneProcess):
     def validates(self) -> bool:
         return hasattr(self.module, "validation_step")
 
+    def logs(self, name: str) -> bool:
+        return False
+
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         """There is no logger."""
 

@@ -54,7 +54,7 @@ class TensorBoardPages:
         self._writer.flush()
 
     def scalars(self, values: Mapping[str, float | None], step: int) -> None:
-        present = {key: value for key, value in values.items() if value is not None}
+        present = {key: value for key, value in values.items() if value is not None and not self._loop.logs(key)}
         if self._writer is not None:
             # One event for all of them: twenty add_scalar calls would cost half a millisecond more.
             points = [Summary.Value(tag=key, simple_value=value) for key, value in present.items()]
