@@ -120,7 +120,7 @@ class Program:
     regions: list[Region] = field(default_factory=list)
     """Filled by strategies: what was handed to the compiler."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Filled by strategies: ``torch._dynamo.config`` values needed while the run lasts, restored after it."""
+    """Filled by strategies: what ``compose.compiler_settings`` sets while the run lasts."""
     eager_parts: dict[str, str] = field(default_factory=dict)
     """What was to be compiled and runs eager now (path of a region, or ``optimizer``), with the reason."""
     notes: list[str] = field(default_factory=list)

@@ -46,14 +46,17 @@ def check(strategies: Sequence[Strategy]) -> None:
 
 @contextlib.contextmanager
 def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
-    """Set ``torch._dynamo.config`` values for the length of a run, avoid known faults, and restore all of it."""
+    """Set ``torch._dynamo.config`` values for the length of a run, avoid known faults, and restore all of it. An
+    ``embedding_gradient`` among the values says that Inductor's own stays, see ``ModuleRequest``."""
     import torch._dynamo.config as config
     import torch._functorch.config as autograd_config
 
     from strategies.torch_patches import embeddings_as_in_eager, faults_avoided, one_compile_for_all_ranks
 
     donates = autograd_config.patch(donated_buffer=autograd_config.donated_buffer)  # ``keep_buffers`` changes it
-    with config.patch(settings), donates, faults_avoided(), one_compile_for_all_ranks(), embeddings_as_in_eager():
+    of_dynamo = {name: value for name, value in settings.items() if name != "embedding_gradient"}
+    embeddings = contextlib.nullcontext() if "embedding_gradient" in settings else embeddings_as_in_eager()
+    with config.patch(of_dynamo), donates, faults_avoided(), one_compile_for_all_ranks(), embeddings:
         yield
 
 

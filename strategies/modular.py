@@ -9,14 +9,14 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from strategies.base import Program, Stage, Strategy, holds
-from strategies.options import CompilerRequest, near
+from strategies.options import ModuleRequest, near
 
 HOW = ("whole", "regional", "off")
 KEY = "compile.modular.parts"
 
 
 @dataclass(kw_only=True, slots=True)
-class Part(CompilerRequest):
+class Part(ModuleRequest):
     """How one part, or every part that a wildcard matches, is compiled."""
 
     how: str = "whole"

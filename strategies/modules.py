@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from strategies.base import Program, Stage, Strategy
-from strategies.options import CompileOptions
+from strategies.options import ModuleOptions
 
 HOW = ("mark", "always", "automatic")
 CANDIDATES = ("regional", "whole", "cuda_graph")
@@ -25,7 +25,7 @@ TOGETHER = (
 
 
 @dataclass(kw_only=True, slots=True)
-class Whole(CompileOptions):
+class Whole(ModuleOptions):
     """Compile everything that the task declares as its forward and loss, one graph for each declared module.
 
     The most speed that one compile gives, for the longest wait. A module that declares nothing has each of its
@@ -55,7 +55,7 @@ class Whole(CompileOptions):
 
 
 @dataclass(kw_only=True, slots=True)
-class Regional(CompileOptions):
+class Regional(ModuleOptions):
     """Compile repeated blocks in place so that copies share one compiled graph, and separable parts beside them.
 
     Far shorter compiles than ``whole`` at nearly its speed, as long as the head with the loss is one of the parts.

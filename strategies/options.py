@@ -24,6 +24,7 @@ from typing import Any
 from strategies.base import Strategy
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+EMBEDDING_GRADIENTS = ("eager", "inductor")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
@@ -100,6 +101,23 @@ class CompilerRequest:
 
 
 @dataclass(kw_only=True, slots=True)
+class ModuleRequest(CompilerRequest):
+    """Arguments for modules, which have a forward and a backward."""
+
+    embedding_gradient: str = "eager"
+    """Who computes the gradient of an embedding: ``eager`` = eager's kernel, which adds in a fixed order, so that runs
+    of one program repeat; ``inductor`` = Inductor's, which adds with atomics in any order. One part that asks for
+    ``inductor`` decides for the whole run."""
+
+    def check_values(self, key: str) -> None:
+        CompilerRequest.check_values(self, key)
+        if self.embedding_gradient not in EMBEDDING_GRADIENTS:
+            raise ValueError(
+                f"{key}.embedding_gradient={self.embedding_gradient!r} is not one of {EMBEDDING_GRADIENTS}"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class CompileOptions(CompilerRequest, Strategy):
     """Base of the strategies that hand something to ``torch.compile`` with one set of options."""
 
@@ -108,6 +126,11 @@ class CompileOptions(CompilerRequest, Strategy):
 
     def check(self) -> None:
         self.check_machine(f"compile.{self.name}")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModuleOptions(ModuleRequest, CompileOptions):
+    """Base of the strategies that hand modules to ``torch.compile`` with one set of options."""
 
 
 def near(given: str, known: list[str]) -> str:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies.base import CannotCapture, Program, Region, holds
 from strategies.errors import is_compile_error
-from strategies.options import CompilerRequest, near
+from strategies.options import ModuleRequest, near
 
 RECOMPILE_LIMIT = 64
 """Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
@@ -57,7 +57,7 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> 
     return region
 
 
-def compile_regions(program: Program, request: CompilerRequest, paths: Sequence[str], *, small: bool) -> None:
+def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[str], *, small: bool) -> None:
     """Hand the submodules at ``paths`` to the compiler as ``request`` asks; ``small``: they are parts of a forward."""
     fixed = fixed_sizes(program, paths, request.dynamic)
     for path in paths:
@@ -65,6 +65,8 @@ def compile_regions(program: Program, request: CompilerRequest, paths: Sequence[
         if fixed:
             arguments["dynamic"] = False
         compile_in_place(program, path, arguments)
+    if request.embedding_gradient == "inductor":
+        program.settings["embedding_gradient"] = "inductor"
     if small:  # DDPOptimizer would split every region again at its bucket boundaries
         program.settings["optimize_ddp"] = False
 

@@ -45,6 +45,8 @@ def test_torch_is_restored() -> None:
     with compiler_settings({}):
         assert decomposition.decomp_embedding_dense_backward is not before
     assert decomposition.decomp_embedding_dense_backward is before
+    with compiler_settings({"embedding_gradient": "inductor"}):
+        assert decomposition.decomp_embedding_dense_backward is before
 
 
 def test_inductor_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,7 @@ FORMER_DEFAULTS = {
     "cuda_graph.eager_steps": "1",
     "cuda_graph.max_graphs": "64",
     "optimizer.clip": "true",
-    "regional.embedding_gradient": "eager",
     "regional.on_recompile_limit": "eager",
-    "whole.embedding_gradient": "eager",
     "whole.on_recompile_limit": "eager",
 }
 """Parameters that only older records have, where they say no more than what a strategy does today."""
