@@ -162,7 +162,7 @@ def test_a_curve_of_the_modules_own_is_not_mixed_with_ours(tmp_path: Path) -> No
 
     def logged(*callbacks: L.Callback) -> list[str]:
         logger = CSVLogger(tmp_path)
-        fit(Template(), tmp_path, list(callbacks), logger=logger, log_every_n_steps=1)
+        fit(Template(), tmp_path, list(callbacks), logger=logger)
         with (Path(logger.log_dir) / "metrics.csv").open() as file:
             return [row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]]
 
