@@ -92,7 +92,7 @@ def trained(folder: Path, callback: Compile, *, surprise: bool = False, lengths:
 def callback(*, warm: bool, on_recompile: str = "fail", **options: Any) -> Compile:
     buckets = Buckets(edges=[4, 8], multiple=4, warm=warm, on_recompile=on_recompile)
     regional = Regional(backend="aot_eager", blocks=["layers"])
-    return Compile([regional, buckets], ragged=[("0", 1)], **options)
+    return Compile([regional, buckets], ragged=[(0, 1)], **options)
 
 
 def test_every_shape_is_compiled_before_the_first_step_and_none_after_it_without_a_trace(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class CompiledTraining:
         whole: Iterable[str] = (),
         blocks: Iterable[str] = (),
         parts: Iterable[str] = (),
-        ragged: Iterable[tuple[str, int] | tuple[str, int, float] | tuple[str, int, float, int]] = (),
+        ragged: Iterable[tuple[str | int, int] | tuple[str | int, int, float] | tuple[str | int, int, float, int]] = (),
         count: BatchCounter | None = None,
         warmup_steps: int = 5,
         measure_peak: bool | None = None,
@@ -105,7 +105,7 @@ class CompiledTraining:
             "whole": tuple(whole),
             "blocks": tuple(blocks),
             "parts": tuple(parts),
-            "ragged": tuple(Ragged(*entry) for entry in ragged),
+            "ragged": tuple(Ragged(str(entry[0]), *entry[1:]) for entry in ragged),
         }
         if profile not in PROFILE:
             raise ValueError(f"profile={profile!r} is not one of {PROFILE}")
