@@ -201,11 +201,19 @@ class Loading:
     """Examples a batch on each device."""
     num_workers: int | None = None
     """Loader processes a device; null = one less than this process' cores, at most 8."""
+    source: ClassVar[str] = ""
+    """The option that says where the examples are; none where they are made."""
 
     def __post_init__(self) -> None:
+        if self.source and not getattr(self, self.source):
+            raise ValueError(f"task.data.{self.source}='' must name a file or a folder")
         require_fields("task.data", self, batch_size=1, num_workers=0)
         if self.num_workers is not None and self.num_workers > MAX_WORKERS:
             raise ValueError(f"task.data.num_workers={self.num_workers} must be at most {MAX_WORKERS} processes")
+
+    def place(self) -> str:
+        """Where the examples come from, for messages."""
+        return f"task.data.{self.source}={getattr(self, self.source)!r}" if self.source else "the data"
 
     def workers(self) -> int:
         if self.num_workers is not None:

@@ -100,7 +100,7 @@ class ResumableDataModule(L.LightningDataModule):
         if count < self.batch_size * replicas:
             raise ValueError(
                 f"{self.option}.batch_size={self.batch_size} on {replicas} devices is more than the "
-                f"{count} training examples"
+                f"{count} training examples of {self.task.data.place()}"
             )
         # A set without one example that can be read stops here, not at the first validation.
         _ = self.train_set[0], self.val_set[0]

@@ -47,11 +47,17 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
     """Pairs of image (uint8 [3, H, W]) and tokens (int64, begin ... end); item ``i`` is the same in every run."""
 
     def __init__(
-        self, tokenizer: Tokenizer, captions: Sequence[str], image: Callable[[int], Tensor], *, max_positions: int
+        self,
+        tokenizer: Tokenizer,
+        captions: Sequence[str],
+        image: Callable[[int], Tensor],
+        *,
+        max_positions: int,
+        place: str,
     ) -> None:
         """Tokenize all captions; leave out and count those that are empty or need more than ``max_positions``.
 
-        Raises ValueError when no example is left.
+        Raises ValueError, naming the ``place`` that they are from, when no example is left.
         """
         self._image = image
         self._ids = load_tokens(captions, tokenizer)
@@ -64,7 +70,7 @@ class CaptionDataset(Dataset[tuple[Tensor, Tensor]]):
         """Examples left out, by reason."""
         self._kept = np.flatnonzero(~(empty | too_long))
         if not len(self._kept):
-            raise ValueError(f"task.data holds no usable example ({self.skipped})")
+            raise ValueError(f"{place} holds no usable example ({self.skipped})")
         self._ends, self.lengths = ends[self._kept] + 1, positions[self._kept]
         """Where the tokens of each example end; and the text positions that the model computes for it."""
 
@@ -89,5 +95,6 @@ class CaptionDataModule(ResumableDataModule):
         self.collate = partial(collate, pad_to=data.pad_to)
         most = size.max_tokens if data.pad_to is None else data.pad_to
         self.train_set, self.val_set = (
-            CaptionDataset(self.tokenizer, *split, max_positions=most) for split in (train, val)
+            CaptionDataset(self.tokenizer, *split, max_positions=most, place=f"{data.place()} ({name})")
+            for name, split in (("train", train), ("val", val))
         )

@@ -125,6 +125,7 @@ class Coco(CaptionData):
     ``val``, of any year; of several the latest.
     """
 
+    source: ClassVar[str] = "root"
     root: str = ""
     """The folder."""
 

@@ -73,6 +73,7 @@ class LabelledShapes(LabelledData):
 class ImageFolder(LabelledData):
     """Images of ``root/train/<class>/`` and ``root/val/<class>/``, by ``torchvision.datasets.ImageFolder``."""
 
+    source: ClassVar[str] = "root"
     root: str = ""
     """The folder."""
 
@@ -96,7 +97,7 @@ class ImageFolder(LabelledData):
         try:
             return read(os.path.join(self.root, split))
         except OSError as error:
-            raise ValueError(f"task.data.root={self.root!r}: {str(error).strip().partition(chr(10))[0]}") from None
+            raise ValueError(f"{self.place()}: {str(error).strip().partition(chr(10))[0]}") from None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -195,7 +195,9 @@ class TextDataModule(ResumableDataModule):
         self.train_set, self.val_set = (TextDataset(texts, self.tokenizer, task) for texts in (train, val))
         for option, rows in (("max_tokens", self.train_set), ("val_share", self.val_set)):
             if not len(rows):
-                raise ValueError(f"task.data.{option}: too little text for a row of {task.longest()}")
+                raise ValueError(
+                    f"task.data.{option}: too little text for a row of {task.longest()} in {task.data.place()}"
+                )
         self.collate = self.collation()
 
     def collation(self) -> Callable[[list[Any]], Any]:

@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from tasks.base import Loading, require_choice, require_fields, require_share
 
@@ -70,7 +71,7 @@ class TextData(Loading):
             held = held_out([name for name, _ in named], share=self.val_share)
             train, val = ([text for name, text in named if (name in held) is out] for out in (False, True))
         if not any(train) or not any(val):
-            raise ValueError("task.data holds too little text to train on and to validate")
+            raise ValueError(f"{self.place()} holds too little text to train on and to validate")
         return train, val
 
 
@@ -96,15 +97,11 @@ def read_text(file: Path) -> str:
 class TextFiles(TextData):
     """UTF-8 files: of text, a document each, and of JSON lines (``.jsonl``), a document a line."""
 
+    source: ClassVar[str] = "path"
     path: str = ""
     """A file, or a folder: its ``.txt`` and ``.jsonl`` files at any depth."""
     key: str = "text"
     """Key of the text within the object of a JSON line."""
-
-    def __post_init__(self) -> None:
-        TextData.__post_init__(self)
-        if not self.path:
-            raise ValueError("task.data.path='' must name a text file or a folder")
 
     def read(self) -> Named:
         """Documents, named by their path below the folder."""

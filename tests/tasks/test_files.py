@@ -115,6 +115,10 @@ def coco_with(tmp_path: Path, content: str) -> Coco:
         ("[" * 100_000, "captions_train.json is not a COCO caption file"),
         ("\udcff", "captions_train.json is not a COCO caption file"),
         ('{"images": [], "annotations": []}', "captions_train.json has no annotations"),
+        (
+            '{"images": [{"id": 1, "file_name": "a"}], "annotations": [{"image_id": 1, "caption": " "}]}',
+            "' (train) holds no usable example ({'empty caption': 1})",
+        ),
     ],
 )
 def test_a_broken_annotation_file_is_named(tmp_path: Path, size: CaptionerSize, content: str, message: str) -> None:

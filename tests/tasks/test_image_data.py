@@ -96,6 +96,10 @@ def test_a_broken_image_ends_the_loading_with_its_name(tmp_path: Path, write_ima
         fill(write_image, split, {"a": 4, "b": 4})
     (tmp_path / "train" / "b" / "broken.png").write_bytes(b"broken")
     module = load(ImageFolder(root=str(tmp_path), batch_size=3, num_workers=1))
+    with pytest.raises(
+        ValueError, match=r"=10 on 1 devices is more than the 9 training examples of task\.data\.root='/"
+    ):
+        load(ImageFolder(root=str(tmp_path), batch_size=10, num_workers=0))
     with pytest.raises(ValueError, match=r"broken\.png does not decode"):
         list(module.train_dataloader()), list(module.val_dataloader())
 
@@ -128,6 +132,7 @@ def test_a_folder_that_cannot_be_used_is_named(
     [
         (LabelledShapes, {"distinct": 0}, "task.data.distinct=0 must be at least 1"),
         (LabelledShapes, {"val_images": 0}, "task.data.val_images=0 must be at least 1"),
+        (ImageFolder, {}, "task.data.root='' must name a file or a folder"),
         (ImageClassification, {"image_size": 0}, "task.image_size=0 must be at least 1"),
     ],
 )

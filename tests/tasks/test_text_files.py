@@ -57,7 +57,7 @@ def test_a_line_of_json_is_a_document(tmp_path: Path) -> None:
     [
         ("none", None, r"task\.data\.path='.*none' is not a file, or a folder with \.txt or \.jsonl files$"),
         ("a.txt", b"\x80abc", r".*a\.txt cannot be read as UTF-8 text .* position 0"),
-        ("a.txt", b" \n", "task.data holds too little text to train on and to validate"),
+        ("a.txt", b" \n", r"^task\.data\.path='.*a\.txt' holds too little text to train on and to validate$"),
         ("a.jsonl", b'{"text": "fine"}\n{"text": "cut o', r".*a\.jsonl line 2 is not JSON"),
         ("a.jsonl", b"[" * 100_000, r".*a\.jsonl line 1 is not JSON"),
         ("a.jsonl", b"[1]", r".*a\.jsonl line 1 has no text under the key 'text' \(task\.data\.key\)"),
