@@ -127,13 +127,12 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
         given: dict[str, Any] = {}
         # What a machine may not have: the first one that Lightning does not take beside those before it, in its order.
         for name in ("accelerator", "devices", "strategy", "precision"):
-            value = getattr(settings, name)
-            given[name] = _strategy(config, value) if name == "strategy" else 1 if value is None else value
+            given[name] = _strategy(config, settings.strategy) if name == "strategy" else arguments[name]
             try:
                 L.Trainer(**given, plugins=[LightningEnvironment()], logger=False, enable_progress_bar=False)
             except Exception as reason:
                 said = str(reason).strip().splitlines() or [type(reason).__name__]
-                raise ValueError(f"trainer.{name}={value}: {said[0].rstrip('.')}") from error
+                raise ValueError(f"trainer.{name}={getattr(settings, name)}: {said[0].rstrip('.')}") from error
         raise
 
     return trainer

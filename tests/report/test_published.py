@@ -171,6 +171,9 @@ def test_kernels_are_a_table_of_their_own(tmp_path: Path) -> None:
     publish([on_disk(tmp_path / "runs", [*sweep(), profiled])], file)
     text = "\n".join(published.kernels(find([file]), "records/row.jsonl"))
     assert "`regional` · 30.0 ms of the device a step, idle 1.0%" in text
+    facts["idle_share"] = None  # as where steps vary much
+    publish([on_disk(tmp_path / "varying", [*sweep(), profiled])], tmp_path / "varying.jsonl")
+    assert "a step · " in published.kernels(find([tmp_path / "varying.jsonl"]), "")[0]
     assert text.splitlines()[-1] == r"| 7.50 | 25.0% | 37 | gemm\<256> \* |"
     assert "/home" not in file.read_text(encoding="utf-8")
 

@@ -11,6 +11,7 @@ import torch
 from tasks import base as resources
 from tasks.captioning.task import Shapes
 from tasks.micro.task import Micro
+from trainer.build import build_trainer
 from trainer.config import compose
 from trainer.run import run
 from trainer.settings import Config
@@ -51,6 +52,15 @@ def test_what_the_machine_does_not_have_is_refused_by_its_option(
     line = refused(compose([*TINY, *given]), tmp_path)
     assert line.startswith(f"trainer.{option}={value}: ")
     assert said in line
+
+
+def test_an_error_that_is_no_options_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cluster() -> None:
+        raise KeyError("SLURM_NODEID")
+
+    monkeypatch.setattr("trainer.build.cluster", cluster)
+    with pytest.raises(KeyError, match="SLURM_NODEID"):
+        build_trainer(compose([*TINY, "trainer.precision=auto"]), tmp_path, [])
 
 
 def test_clipping_that_lightnings_fsdp_does_not_do_is_refused(tmp_path: Path) -> None:

@@ -217,15 +217,11 @@ def kernels(runs: Sequence[Run], link: str) -> list[str]:
                 "calls": [f"{kernel['calls_per_step']:g}" for kernel in found],
                 "kernel": [kernel["name"] for kernel in found],
             }
-            device = (
-                f"{facts['busy_seconds_per_step'] * 1e3:.1f} ms of the device a step, idle {facts['idle_share']:.1%}"
-            )
-            lines += [
-                f"`{record.label}` · {device} · {conditions_of([record])} · [records]({link})",
-                "",
-                *piped(columns),
-                "",
-            ]
+            device = f"{facts['busy_seconds_per_step'] * 1e3:.1f} ms of the device a step"
+            if facts.get("idle_share") is not None:  # steps may vary too much to say
+                device += f", idle {facts['idle_share']:.1%}"
+            head = f"`{record.label}` · {device} · {conditions_of([record])} · [records]({link})"
+            lines += [head, "", *piped(columns), ""]
     return lines
 
 
