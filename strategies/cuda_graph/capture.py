@@ -200,7 +200,7 @@ class StepGraphs:
         self.refusals: list[str] = []
         """Why steps were not captured, each reason once."""
         self.notes: list[str] = []
-        """The same as lines for the user."""
+        """Takes each refusal as a line for the user; those of the program, once steps are captured for one."""
         self.unfit: StateChanges | None = None
         """Why this process is to capture no more, from the next step on."""
 
@@ -310,6 +310,8 @@ class StepGraphs:
 
     def forget(self) -> None:
         """Let go of all graphs and their memory, and of what is known of batches."""
+        for shape in self._shapes.values():  # which the traceback of an error may still hold
+            shape.variants.clear()
         self._shapes, self._kinds = {}, set()
 
     def facts(self) -> dict[str, Any]:

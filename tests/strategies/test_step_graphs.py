@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -129,6 +131,28 @@ def test_a_state_that_changes_at_every_step_is_never_captured_and_given_up(engin
     with pytest.raises(StateChanges, match=r"factor changes \(8, then 9\): register it as a buffer"):
         multiplied(graphs, 4, host)
     assert (graphs.captures, graphs.changes) == (0, MAX_CHANGES + 1)
+
+
+def test_graphs_are_let_go_while_the_error_that_ends_them_is_handled() -> None:
+    replays: list[weakref.ref[Callable[[], None]]] = []
+
+    class Watched(RecordingEngine):
+        def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            replay, results = super().capture(call)
+            replays.append(weakref.ref(replay))
+            return replay, results
+
+    graphs, host = StepGraphs(Watched(nn.Linear(1, 1))), Host()
+    for _ in range(3):
+        multiplied(graphs, 4, host)
+    host.factor, graphs.unfit = 3.0, StateChanges("factor changes")
+    with pytest.raises(StateChanges) as error:
+        multiplied(graphs, 4, host)
+    assert error.traceback, "of frames that know the shape"
+    assert [replay() is None for replay in replays] == [False]
+    graphs.forget()
+    gc.collect()
+    assert [replay() is None for replay in replays] == [True], "the step runs eager next, and needs the memory"
 
 
 def test_what_nothing_could_compare_is_observed_again_before_it_is_refused(engine: Failing) -> None:
