@@ -161,7 +161,7 @@ class Checkpointing(Strategy):
             raise ValueError(f"compile.checkpointing.every={self.every} must be at least 1")
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import containers_for, expand_blocks, recomputing
+        from strategies.regions import containers_for, expand_blocks, recompute
 
         containers = containers_for(program, self.name, self.blocks)
         found = [expand_blocks(program.module, [container]) for container in containers]
@@ -171,29 +171,23 @@ class Checkpointing(Strategy):
                 "compile.checkpointing: no repeated blocks found in this module; name submodules with "
                 "compile.checkpointing.blocks=[path,...]"
             )
-        for path in chosen:
-            block = program.module.get_submodule(path)
-            if "forward" in vars(block):
-                raise ValueError(
-                    f"compile.checkpointing: {path}: the forward of this {type(block).__name__} has been replaced on "
-                    "the object itself"
-                )
-            block.forward = recomputing(block)
+        program.kept[self.name] = {path: program.module.get_submodule(path) for path in chosen}
+        for path, block in program.kept[self.name].items():
+            recompute(path, block)
         program.report[self.name] = {"blocks": sum(map(len, found)), "computed_again": len(chosen), "paths": chosen}
-        program.kept[self.name] = [program.module.get_submodule(path) for path in chosen]
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose blocks were given back."""
-        from strategies.regions import recomputes, recomputing
+        from strategies.regions import recompute, recomputes
 
-        for block in program.kept[self.name]:
+        for path, block in program.kept[self.name].items():
             if not recomputes(block):
-                block.forward = recomputing(block)
+                recompute(path, block)
 
     def end(self, program: Program) -> None:
         from strategies.regions import recomputes
 
-        for block in program.kept.get(self.name, ()):
+        for block in program.kept.get(self.name, {}).values():
             if recomputes(block):
                 del block.forward
 

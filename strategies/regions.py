@@ -301,6 +301,16 @@ _FORWARDS: weakref.WeakKeyDictionary[type[nn.Module], types.FunctionType] = weak
 """The recomputing forward of each class, made once: blocks of a class share their compiled code by it."""
 
 
+def recompute(path: str, block: nn.Module) -> None:
+    """Let ``block`` compute its activations again in the backward. Raises ValueError where its forward is patched."""
+    if "forward" in vars(block):
+        raise ValueError(
+            f"compile.checkpointing: {path}: the forward of this {type(block).__name__} has been replaced on the "
+            "object itself"
+        )
+    block.forward = recomputing(block)
+
+
 def recomputing(module: nn.Module) -> types.MethodType:
     """The forward of ``module`` that computes its activations again: a bound method of this object, as the class's own
     forward is, so that copies of the module have their own, too."""

@@ -107,6 +107,10 @@ def test_the_end_gives_every_block_its_own_forward_back_and_another_training_tak
     begin(strategies, program)
     gradients(module)
     assert [block.calls for block in module.layers] == [2, 2, 2, 2]
+    end(strategies, program)
+    module.layers[1].forward = lambda x_BD: x_BD
+    with pytest.raises(ValueError, match=r"^compile\.checkpointing: layers\.1: the forward of this Dropping has been"):
+        begin(strategies, program)
 
 
 def test_a_copy_of_the_module_computes_with_its_own_weights() -> None:

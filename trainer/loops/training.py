@@ -328,8 +328,8 @@ class CompiledTraining:
             self._guards.before_batch(batch)
 
     def batch_ends(self, loss: Any, batch: Any) -> None:
-        """``batch`` is through; ``loss`` is a detached number in any shape, divided by the micro-batches of a step, or
-        what says nothing. After the first optimizer step, verify the compile."""
+        """``batch`` is through; ``loss`` is one detached number in any shape, divided by the micro-batches of a step;
+        anything else is not recorded. After the first optimizer step, verify the compile."""
         if self._capture is not None and not self._capture.settled:
             self.telemetry.disturb()
         number = isinstance(loss, torch.Tensor) and loss.numel() == 1
