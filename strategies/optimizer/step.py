@@ -210,7 +210,7 @@ class GenericUpdate(Update):
     def _attempt(self) -> None:
         groups = self.optimizer.param_groups
         for group in groups[len(self._rates) :]:  # all at first, later those that were added since
-            first = group["params"][0]
+            first = next(one for each in (group, *groups) for one in each["params"])  # a group may be empty
             dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
             self._rates.append(DeviceScalar(group["lr"], device=first.device, dtype=dtype))
         with _groups_kept(self.optimizer):
@@ -266,7 +266,7 @@ class OwnStep(GraphedStep):
     def prepare(self) -> None:
         """Bring the device's learning rates up to date: outside of the graph, which would repeat it."""
         for group in self._optimizer.param_groups[len(self._rates) :]:  # all at first, later those added since
-            takes_tensor = _has_capturable(group) or group.get("fused")
+            takes_tensor = group["params"] and (_has_capturable(group) or group.get("fused"))
             moves = takes_tensor and not isinstance(group["lr"], Tensor)
             self._rates.append(DeviceScalar(group["lr"], device=group["params"][0].device) if moves else None)
         for group, rate in self._groups():
@@ -277,6 +277,7 @@ class OwnStep(GraphedStep):
         return tuple(
             tuple(value for name, value in group.items() if name != "params" and (name != "lr" or rate is None))
             for group, rate in self._groups()
+            if group["params"]  # nothing of an empty group is in a kernel
         )
 
     @contextlib.contextmanager
@@ -311,7 +312,7 @@ class OwnStep(GraphedStep):
 
 
 def _has_capturable(group: dict[str, Any]) -> bool:
-    return "capturable" in group and group["params"][0].device.type == "cuda"
+    return "capturable" in group and any(one.device.type == "cuda" for one in group["params"][:1])
 
 
 def _keeps_steps_on_host(group: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 
 from strategies import CudaGraph, Optimizer, Program, compose
 from strategies.optimizer import ATTRIBUTE, installed
+from strategies.optimizer.step import graphed
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
 
@@ -449,6 +450,22 @@ def test_an_optimizer_without_a_formula_is_left_to_a_graph_of_the_whole_step() -
         strategy.begin(program)
         assert (installed(optimizer) is not None) == taken
         assert any("captured as it is" in note for note in program.notes) != taken
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_group_may_be_empty(kind: Any, graphs: list[GraphModule]) -> None:
+    module = nn.Linear(8, 8)
+    optimizer = kind([{"params": list(module.parameters())}, {"params": [], "weight_decay": 0.0}], lr=0.1)
+    captured = graphed(optimizer)
+    captured.prepare()
+    with captured.capturable():
+        before = captured.constants()
+    optimizer.param_groups[1]["lr"] = 0.05
+    assert captured.constants() == before, "a schedule of an empty group changes no kernel"
+    captured.release()
+    begin(module, optimizer)
+    train(module, optimizer, 2)
+    assert len(graphs) == 1
 
 
 def test_the_forms_of_several_optimizers_are_reported_together(graphs: list[GraphModule]) -> None:
