@@ -132,7 +132,7 @@ def test_all_processes_time_a_pair_at_the_same_step(clock: Clock) -> None:
     for began_seconds, broadcast in ((0.0, lambda value: sent.append(value) or value), (99.0, lambda _: sent.pop(0))):
         loop: Any = SimpleNamespace(world_size=2, micro_batches=1, steps_done=100, broadcast=broadcast)
         loop.anywhere = loop.everywhere = bool
-        meter = SimpleNamespace(steady=SimpleNamespace(steps=STEADY_STEPS), median_seconds=0.01)
+        meter = SimpleNamespace(steady=SimpleNamespace(seconds=[0.01] * STEADY_STEPS), median_seconds=0.01)
         telemetry: Any = SimpleNamespace(began=began_seconds, meter=meter)
         slowdown = Slowdown(loop, telemetry, None)
         slowdown.check()
