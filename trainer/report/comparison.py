@@ -39,7 +39,7 @@ class Row:
     flags: list[str] = field(default_factory=list)
     """What the reader must know before believing the row."""
     cost: Cost | None = None
-    """What break-even and total times are made of, steps by the ratio to the baseline's; None without a figure."""
+    """What break-even and total times are made of, its step the baseline's over the ratio; None without a figure."""
     fixed_seconds: float | None = None
     """What a run takes beyond its steady steps: imports, setup, warm-up and compiling. Imports and setup are the median
     over all runs of the workload, the same for all arms."""
@@ -61,7 +61,7 @@ class WorkloadComparison:
     rows: list[Row]
     """The baseline first."""
     start: str
-    """``cold`` or ``warm`` compile caches, from which times count: those that more arms started with, or cold."""
+    """``cold`` or ``warm``: the caches that more arms started with (cold where as many). Times count from them."""
     unlike: list[str]
     """What should be the same in all runs and is not, a line each: ``torch: 2.11.0 (2 runs), 2.15.0 (3 runs)``."""
     crossings: list[Crossing] = field(default_factory=list)

@@ -118,7 +118,7 @@ def in_order(cells: Sequence[PlannedCell], *, rounds: int) -> list[PlannedCell]:
 
 
 def name_by_difference(cells: Sequence[PlannedCell]) -> None:
-    """Set ``chosen`` of each cell: the overrides that not all share (of one kind of cell alone, all), and the round."""
+    """Set ``chosen`` of each cell: the overrides that not all share (of a single kind of cell, all), and the round."""
     kinds = {cell.overrides for cell in cells}
     shared = set() if len(kinds) == 1 else set(cells[0].overrides).intersection(*kinds)
     for cell in cells:

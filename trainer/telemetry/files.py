@@ -67,7 +67,7 @@ def write_json(target: Path, values: Any, **options: Any) -> Path:
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
-    """The JSON object in ``file``, without control characters. Raises ValueError, naming it, if it is not ``what``."""
+    """The JSON object in ``file``, without control characters. Raises ValueError, naming it, unless it is ``what``."""
     try:
         values = printable(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
