@@ -94,7 +94,9 @@ class Modular(Strategy):
             found = targets[name]
             regions = called_for(program.module, found) if part.how == "whole" else _blocks(program, found, name)
             spared = {path: owner for path in regions for outer, owner in off.items() if holds(outer, path)}
-            if len(spared) == len(regions):
+            if not regions:
+                raise ValueError(f"{KEY}: {name!r} holds no module to compile")
+            if spared.keys() >= set(regions):
                 because = ", ".join(map(repr, dict.fromkeys(spared.values())))
                 raise ValueError(f"{KEY}: all of {name!r} is off because of {because}; drop one of them")
             for path in regions:

@@ -183,5 +183,7 @@ def test_a_module_that_declares_nothing_is_addressed_by_paths(graphs: list[Graph
     assert any("found repeated blocks in layers" in note for note in program.notes)
     modular(layers="whole").apply(listed := Program(module=Stack(nn.ModuleList([Block(), Block()]))))
     assert regions_of(listed) == ["layers.0", "layers.1"], "a list of modules is never called itself"
+    with pytest.raises(ValueError, match="'layers' holds no module to compile"):
+        modular(layers="whole").apply(Program(module=Stack(nn.ModuleList())))
     with pytest.raises(ValueError, match=r"parts\.linear: .*near: layers\.0\.linear.*; the module declares no names"):
         modular(linear="whole").apply(Program(module=module))
