@@ -35,6 +35,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         # 16-bit grey: PIL's own conversion clips at 255 and would turn nearly every pixel white.
         grey = (np.asarray(image, dtype=np.float32) / 257.0).clip(0, 255).astype(np.uint8)
         image = Image.fromarray(grey)
+    if image.mode == "P" and "transparency" in image.info:  # PIL warns of it, which under -W error does not decode
+        image = image.convert("RGBA")
     return image.convert("RGB")
 
 

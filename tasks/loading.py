@@ -162,6 +162,7 @@ class ResumableDataModule(L.LightningDataModule):
 def pad_rows(rows: Sequence[torch.Tensor], *, width: int | None, padding: int = PAD) -> torch.Tensor:
     """Stack int64 rows [length], padded on the right to ``width`` tokens or, where it is None, to the longest row's."""
     padded = pad_sequence(list(rows), batch_first=True, padding_value=padding)
+    assert width is None or padded.shape[1] <= width, "a negative padding would cut rows"
     return padded if width is None else pad(padded, (0, width - padded.shape[1]), value=padding)
 
 
