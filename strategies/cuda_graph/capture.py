@@ -200,7 +200,7 @@ class StepGraphs:
         self.refusals: list[str] = []
         """Why steps were not captured, each reason once."""
         self.notes: list[str] = []
-        """Takes each refusal as a line for the user; those of the program, once steps are captured for one."""
+        """Lines for the user, one for each refusal; a program's own where its steps are captured."""
         self.unfit: StateChanges | None = None
         """Why this process is to capture no more, from the next step on."""
 

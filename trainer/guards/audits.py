@@ -385,8 +385,8 @@ class Schedule:
         self._shapes: set[str] = set()
 
     def due(self, batch: Any, *, later: bool = False) -> bool:
-        """Count a step on ``batch`` that begins; returns whether it is to be audited, which ``later`` puts off. The
-        first one of its shape is, on one device: several may be given different shapes."""
+        """Count a step on ``batch`` that begins; returns whether it is to be audited, which ``later`` puts off. On one
+        device, so is the first step of each shape; several devices may be given different shapes."""
         self.steps += 1
         if later:
             return False

@@ -214,7 +214,7 @@ def load_directory(
     """The checkpoint in the directory ``path`` with the tensors of ``parts`` alone, which are some of ``SPREAD``.
 
     ``allocated`` makes what a tensor is read into, given its name and a meta tensor of its shape and type, in every
-    process of the group. None: whole into host memory, each process by itself. Raises ValueError for unreadable ones.
+    process of the group. None: whole into host memory, each process by itself. Raises ValueError where one is damaged.
     """
     loaded: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only)
     tensors: dict[str, Tensor] = {}

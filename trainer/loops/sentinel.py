@@ -78,7 +78,7 @@ class Sentinel:
 
 
 class Record:
-    """The record of a training that runs, which ``file`` holds or will; empty for nothing."""
+    """The record of a running training in ``file``, which may not be there yet; an empty name: no record."""
 
     def __init__(self, file: str) -> None:
         self._file, self._written = file, _written(file)

@@ -145,7 +145,7 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
     """Watch over all processes of the group, from now until ``Watch.end``; all of them call it. None where they cannot
     reach each other. ``launcher`` is Lightning's, which may have started the others of a script.
 
-    Raises ValueError, in all processes alike, where ``facts`` differ, which are by name.
+    Raises ValueError, in all processes alike, where ``facts`` (by name) differ between them.
     """
     global _current
     server = None
