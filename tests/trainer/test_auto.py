@@ -592,10 +592,10 @@ def test_a_helper_that_is_too_late_is_ended(
 ) -> None:
     started = put_helper(monkeypatch, "import sys; sys.stdin.read()")
     clock(eager=1.0)
-    compile_ = beside(candidates=["regional"], planned_steps=60)
-    fit(Blocks(), tmp_path, [compile_], max_steps=50)
+    compile_ = beside(candidates=["regional"], planned_steps=70)
+    fit(Blocks(), tmp_path, [compile_], max_steps=60)
     assert any("continues without regional: too few steps are left" in note for note in compile_.record.notes)
-    assert compile_.record.report["auto"]["decided_at_step"] == 60 - 17, "1.5 times 4 s are 0.35 of so many steps"
+    assert compile_.record.report["auto"]["decided_at_step"] == 70 - 17, "1.5 times 4 s are 0.35 of so many steps"
     assert [one.poll() is not None for one in started] == [True]
 
 
