@@ -131,8 +131,8 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
             try:
                 L.Trainer(**given, plugins=[LightningEnvironment()], logger=False, enable_progress_bar=False)
             except Exception as reason:
-                said = str(reason).strip().splitlines() or [type(reason).__name__]
-                raise ValueError(f"trainer.{name}={getattr(settings, name)}: {said[0].rstrip('.')}") from error
+                reasons = str(reason).strip().splitlines() or [type(reason).__name__]
+                raise ValueError(f"trainer.{name}={getattr(settings, name)}: {reasons[0].rstrip('.')}") from error
         raise
 
     return trainer

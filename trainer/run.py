@@ -98,8 +98,8 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         stop_compiling()
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
         with contextlib.suppress(ValueError):  # torchrun stops all where one has died, which its sentinel has written
-            if launch is not None and (said := RunRecord.load(run_dir)).status == "failed":
-                record.status, record.reason = said.status, f"{said.reason}{AND_SO}"
+            if launch is not None and (theirs := RunRecord.load(run_dir)).status == "failed":
+                record.status, record.reason = theirs.status, f"{theirs.reason}{AND_SO}"
     except Exception as error:
         cause = job.cause(error)
         stopped = stop.signum or getattr(cause, "signum", None)

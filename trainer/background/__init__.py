@@ -90,9 +90,9 @@ class Helper:
         if not ended:
             return found, None
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        error_lines = self._errors.read().decode(errors="replace").strip().splitlines()
         code = self._process.returncode
-        last = f": {said[-1][:200]}" if said and code >= 0 else ""  # who is killed has no last word
+        last = f": {error_lines[-1][:200]}" if error_lines and code >= 0 else ""  # who is killed has no last word
         return found, f"the helper ended with code {code}{last}"
 
     def end(self, *, at_once: bool = False) -> None:

@@ -414,7 +414,7 @@ def _first_alone(group: ProcessGroup, path: Path) -> Iterator[bool]:
         yield group.rank() == 0
     except OSError as error:
         refused = OSError(error.errno, error.strerror, str(path))
-    said = [refused]
-    torch.distributed.broadcast_object_list(said, 0, group)
-    if said[0] is not None:
-        raise said[0]
+    refusals = [refused]
+    torch.distributed.broadcast_object_list(refusals, 0, group)
+    if refusals[0] is not None:
+        raise refusals[0]

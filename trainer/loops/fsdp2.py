@@ -129,10 +129,10 @@ class FSDP2(ShardedCheckpoints):
             return
         # A replayed graph calls nothing here. Gathers meet by their order alone: others of the same size are mixed.
         order = zlib.crc32(repr(self._called).encode())
-        said = [self._agreement.exchange(*((order, -order) if self._called else (0, -UNKNOWN)))]
-        said += [self._agreement.settle()] if last else []
+        orders = [self._agreement.exchange(*((order, -order) if self._called else (0, -UNKNOWN)))]
+        orders += [self._agreement.settle()] if last else []
         mine, self._called = ", ".join(dict.fromkeys(one or "the rest" for one in self._called)), []
-        if any(largest != -least and least != -UNKNOWN for largest, least in said):
+        if any(largest != -least and least != -UNKNOWN for largest, least in orders):
             raise ValueError(
                 "FSDP2: in one step the processes called different units, or in another order, and took each other's "
                 f"weights. Call all in each process; multiply what is left out by 0. Last called here: {mine}"
@@ -161,7 +161,7 @@ class FSDP2(ShardedCheckpoints):
         roots = [""] if module.automatic_optimization else _called_children(module)
         for path in roots:
             if not isinstance(module.get_submodule(path), FSDPModule):
-                # By hand, a network may run forward alone, and be trained before it runs again.
+                # Under manual optimization a network may run forward alone, and be trained before it runs again.
                 self._shard_one(module, path, None if path == "" else True)
         if roots == [""]:
             for step in STEPS:

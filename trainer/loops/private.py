@@ -76,8 +76,8 @@ def replace(owner: object, name: str, by: Any) -> Callable[[], None]:
 
 def muted(logger: Logger) -> Logger:
     """In the place of ``logger``: writes nothing, and says the same of itself."""
-    said = {n: property(attrgetter(f"of.{n}")) for n in ("name", "version", "save_dir", "log_dir")}
-    mute: Any = type("Muted", (DummyLogger,), said)()
+    properties = {n: property(attrgetter(f"of.{n}")) for n in ("name", "version", "save_dir", "log_dir")}
+    mute: Any = type("Muted", (DummyLogger,), properties)()
     mute.of = logger  # not the class's: a DummyLogger, that of fast_dev_run, says that it is abstract
     return cast(Logger, mute)
 

@@ -123,8 +123,8 @@ class EpochEnds:
 
     def batch_ends(self) -> None:
         """It was the last one where it was so anywhere."""
-        if said := self._agreement.settle():
-            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = bool(said[0])
+        if settled := self._agreement.settle():
+            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = bool(settled[0])
 
     def epoch_ends(self) -> None:
         """Without a batch, this process has asked nobody."""

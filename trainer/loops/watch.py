@@ -244,10 +244,10 @@ def _connected(rank: int, server: socket.socket | None, port: int, token: str) -
         while len(found) < dist.get_world_size() - 1:
             one, _ = server.accept()
             one.settimeout(CONNECT_SECONDS)
-            said = one.recv(len(token) + 8, socket.MSG_WAITALL).decode(errors="replace")
-            if said[: len(token)] == token:
+            received = one.recv(len(token) + 8, socket.MSG_WAITALL).decode(errors="replace")
+            if received[: len(token)] == token:
                 one.settimeout(None)
-                found[int(said[len(token) :])] = one
+                found[int(received[len(token) :])] = one
     for one in found.values():  # where a host is gone without a word
         one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return found

@@ -214,8 +214,8 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
         figures += f"; timing more {SHORT}"
     if record.machine is not None and record.machine.busy:
         figures += "; the machine was busy"
-    said = {FASTER: "faster than eager", SLOWER: "slower than eager"}.get(verdict.outcome, "no difference shown")
-    return f"{said} ({figures})"
+    result = {FASTER: "faster than eager", SLOWER: "slower than eager"}.get(verdict.outcome, "no difference shown")
+    return f"{result} ({figures})"
 
 
 def milliseconds(seconds: float) -> str:
