@@ -217,6 +217,8 @@ class GenericUpdate(Update):
             for group, rate in zip(groups, self._rates, strict=True):
                 rate.write(group["lr"])
                 group["lr"] = rate.tensor
+                if not group["params"] and "capturable" in group:  # up to 2.13 torch sets it, and traces each step anew
+                    group["capturable"] = True
             self._compiled()
 
 
