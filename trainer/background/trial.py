@@ -63,15 +63,20 @@ class Trial:
 
     def _try(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         unit = rounding_unit(self.program.precision, next(module.parameters(), torch.empty(0)).device, module)
+        # Its forward may use weights of other modules. Torch keeps the first call's tensors until the backward is
+        # compiled, and with them each weight's accumulator of gradients, on whose stream no step can be captured.
+        inside = set(map(id, module.parameters()))
+        parameters = self.program.module.named_parameters()
+        others = {f"{name} of the module": one for name, one in parameters if id(one) not in inside}
         switch_off(self.program, self.region)
-        reference = None if self.parity == "off" else self._eager(module, args, kwargs, None)
+        reference = None if self.parity == "off" else self._eager(args, kwargs, others, None, None)
         switch_on(self.program, self.region)
         call = self.region.compiled
         if self.gate is not None and isinstance(call, RegionCall):  # it calls the gate, and the gate what is compiled
             if call.compiled is not self.gate:
                 self.gate.compiled, call.compiled = call.compiled, self.gate
             module._compiled_call_impl = self.gate.compiled
-        seen = _pass(module, args, kwargs, self._weights())
+        seen = _pass(module, args, kwargs, {**dict(module.named_parameters()), **others})
         if reference is None:
             return
         switch_off(self.program, self.region)
@@ -82,32 +87,24 @@ class Trial:
         comparison.keep("outputs", reference, sizes=sizes, least=max(TENSOR_FLOOR, 16 * unit))
         apart = comparison.distances({"outputs": seen})
         del seen
-        comparison.noise.append(comparison.distances({"outputs": self._eager(module, args, kwargs, unit)}))
+        comparison.noise.append(comparison.distances({"outputs": self._eager(args, kwargs, others, unit, None)}))
         complaints, _ = comparison.verdict(apart)
         if complaints:  # a learned loss: rounding dwarfs it, and it moves little where inputs are a rounding off
             with without_autocast():
-                exact = self._eager(module, args, kwargs, None, torch.double)
+                exact = self._eager(args, kwargs, others, None, torch.double)
             comparison.noise.append(comparison.distances({"outputs": exact}))
             complaints, _ = comparison.verdict(apart)
         self.vague = bool((comparison.tolerances("outputs") > SAYS_NOTHING).any())
         if complaints:
             self.failed = f"it computes something else than eager: {complaints[0]}"
 
-    def _weights(self) -> dict[str, Tensor]:
-        """Those of the region, and those of other modules, of which its forward may use some: torch keeps the first
-        call's tensors until the backward is compiled, and with them each weight's accumulator of gradients, on whose
-        stream no step can be captured."""
-        own: dict[str, Tensor] = dict(self.region.module.named_parameters())
-        ids = set(map(id, own.values()))
-        others = {f"{name} of the module": one for name, one in self.program.module.named_parameters()}
-        return own | {name: one for name, one in others.items() if id(one) not in ids}
-
     def _eager(
-        self, module: nn.Module, args: Any, kwargs: Any, unit: float | None, precision: torch.dtype | None = None
+        self, args: Any, kwargs: Any, others: Mapping[str, Tensor], unit: float | None, precision: torch.dtype | None
     ) -> dict[str, Tensor]:
-        """A pass in eager, with weights and inputs one rounding off where ``unit`` is given, or in ``precision``."""
+        """A pass in eager, with weights and inputs one rounding off where ``unit`` is given, or in ``precision``; the
+        weights of ``others`` are used as they are."""
+        module = self.region.module
         weights = {name: _cast(one.detach(), precision) for name, one in module.named_parameters()}
-        others = {name: one for name, one in self._weights().items() if name not in weights}
         if unit is not None:
             weights = {name: one.clone() for name, one in weights.items()}
             perturb([one for one in weights.values() if one.is_floating_point()], unit, SEED)
@@ -118,7 +115,7 @@ class Trial:
         def call(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(module, state, args, kwargs)
 
-        return _pass(call, args, kwargs, weights | others, unit, precision)
+        return _pass(call, args, kwargs, {**weights, **others}, unit, precision)
 
 
 def _pass(
