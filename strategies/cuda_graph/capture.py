@@ -308,10 +308,14 @@ class StepGraphs:
             self.refusals.append(reason)
             self.notes.append(f"cuda_graph: {reason}")
 
-    def forget(self) -> None:
-        """Let go of all graphs and their memory, and of what is known of batches."""
-        for shape in self._shapes.values():  # which the traceback of an error may still hold
+    def release(self) -> None:
+        """Let go of all graphs and their memory, also where the traceback of an error still holds a shape."""
+        for shape in self._shapes.values():
             shape.variants.clear()
+
+    def forget(self) -> None:
+        """Let go of all graphs, and of what is known of batches."""
+        self.release()
         self._shapes, self._kinds = {}, set()
 
     def facts(self) -> dict[str, Any]:
@@ -393,8 +397,7 @@ class StepGraphs:
             else:
                 after = after_capture()
         if not self.agree(error is None):
-            for each in self._shapes.values():  # the graphs of all, see ``CudaEngine.capture``
-                each.variants.clear()
+            self.release()  # the graphs of all, see ``CudaEngine.capture``
             shape.failed = True
             shape.refused = bool(self.agree(shape.seen))
             reason = "another process could not capture it" if error is None else first_line(error)
