@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from strategies import Program, Strategy
@@ -159,7 +159,7 @@ class Candidates:
         self._through = not self._untried
         self.trying = not self._through or self._agreement is not None  # where each waits for the others
 
-    def after_step(self, *, may_try: bool, pays: Callable[[str], bool]) -> bool:
+    def after_step(self, *, may_try: bool, pays: bool) -> bool:
         """A step is over; returns whether the helper at work is through and what it has compiled was tried, or it has
         failed, for all processes alike. ``may_try``: whether steps of eager may follow for it. ``pays``: whether the
         steps left would pay for what it compiles."""
@@ -169,7 +169,7 @@ class Candidates:
             return False
         candidate, helper = self.named[self.compiling], self._helpers[self.compiling]
         imported = helper.imported()  # begins with the first region, while the helper compiles the others
-        too_late = not (self.trying or self._through or pays(self.compiling))
+        too_late = not (self.trying or self._through or pays)
         failed = too_late or (helper.done and not helper.complete)
         if helper.complete and not too_late and imported and not self._through and (may_try or self.trying):
             self._judge(self.compiling)

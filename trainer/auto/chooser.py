@@ -234,9 +234,9 @@ class Chooser:
         ahead = self._ahead.end()
         rests = self._on is self._best and self._best.steps_timed > 0 and self._next is None  # it trains on meanwhile
         trying = self._candidates.trying
-        answered = self._candidates.after_step(
-            may_try=rests, pays=lambda module: self._known.still_pays(module, self._best, self._steps_left)
-        )
+        compiling = self._candidates.compiling
+        pays = compiling is None or self._known.still_pays(compiling, self._best, self._steps_left)
+        answered = self._candidates.after_step(may_try=rests, pays=pays)
         tried = answered and self._on is self._base
         if rests or tried or trying or self._candidates.trying:
             if answered or (trying and not self._candidates.trying):
