@@ -140,7 +140,7 @@ class Coco(CaptionData):
             content = json.loads(file.read_bytes())
             files = {image["id"]: folder / image["file_name"] for image in content["images"]}
             paths = [files[each["image_id"]] for each in content["annotations"]]
-            # A lone surrogate, which JSON can hold, is no text to a tokenizer.
+            # A lone surrogate, which JSON can hold, is not text to a tokenizer.
             texts = [str(each["caption"]).encode(errors="replace").decode() for each in content["annotations"]]
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is not a COCO caption file ({type(error).__name__}: {error})") from None

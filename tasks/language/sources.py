@@ -126,7 +126,7 @@ class TextFiles(TextData):
         text = item.get(self.key) if isinstance(item, dict) else None
         if not isinstance(text, str):
             raise ValueError(f"{place} has no text under the key {self.key!r} (task.data.key)")
-        return text.encode(errors="replace").decode()  # a lone surrogate is no text to a tokenizer
+        return text.encode(errors="replace").decode()  # a lone surrogate is not text to a tokenizer
 
 
 DEFINITION = re.compile(r"^(?:@[^\n]*\n)*(?:async def |def |class )", re.MULTILINE)

@@ -71,7 +71,7 @@ def test_a_coco_folder_is_read_with_every_caption_of_an_image(
     for split, count in (("train2017", 4), ("val2017", 2)):
         for number in range(count):
             write_image(f"{split}/{number}.jpg")
-        # A lone surrogate is no text to a tokenizer.
+        # A lone surrogate is not text to a tokenizer.
         captions = {f"{number}.jpg": [f"picture {number}", "a  grey\narea\ud800"] for number in range(count)}
         write_coco(tmp_path / "annotations" / f"captions_{split}.json", captions)
     data = load(size, Coco(root=str(tmp_path), batch_size=2, num_workers=0))

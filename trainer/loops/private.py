@@ -28,7 +28,7 @@ from strategies.loop import Inspect, Span
 def kinds(*classes: Any) -> tuple[Any, ...]:
     """Lightning's ``classes`` and those of the same names in ``pytorch_lightning``, a copy of ``lightning.pytorch``.
 
-    Users import one or the other, and an object of one is no instance of the other's class.
+    Users import one or the other, and an object of one is not an instance of the other's class.
     """
     modules = [sys.modules.get(one.__module__.replace("lightning.pytorch", "pytorch_lightning")) for one in classes]
     return (*classes, *(getattr(module, one.__name__) for module, one in zip(modules, classes, strict=True) if module))
