@@ -11,7 +11,7 @@ from strategies.base import Program, Strategy
 
 
 def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """Strategies by stage, then name. Raises ValueError for two of one exclusive stage and for no strategy."""
+    """Strategies by stage, then name. Raises ValueError for two of one exclusive stage, or for another object."""
     given = list(strategies) if isinstance(strategies, Iterable) else [None]
     if not all(isinstance(one, Strategy) for one in given):
         raise ValueError(f"compile={strategies!r} is not a list of strategies, such as [Regional()]")
