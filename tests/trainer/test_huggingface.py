@@ -39,7 +39,7 @@ from strategies import (
 from strategies.compose import label
 from tests.conftest import ROOT
 from trainer.guards.compare import ParityError
-from trainer.loops.compile_trainer import compile_trainer
+from trainer.loops.huggingface import compile_trainer
 from trainer.telemetry.record import RunRecord
 
 EAGER: dict[str, Any] = {"backend": "eager"}

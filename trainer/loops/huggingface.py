@@ -1,4 +1,7 @@
-"""Hugging Face's ``transformers.Trainer`` behind the protocol ``strategies.loop.Loop``.
+"""Hugging Face's ``transformers.Trainer``: one line by which its script trains under strategies, and its loop.
+
+    compile_trainer(trainer, [Regional()])
+    trainer.train()
 
 The Trainer keeps its own loop. A few methods are replaced on this one object while it trains. ``training_step`` says
 that a batch begins, ``get_batch_samples`` that batches are fetched, ``_prepare_inputs`` that they are on the device,
@@ -9,23 +12,168 @@ the Trainer's ``training_step``, whatever a subclass made of it. Tried with tran
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers.trainer_utils import get_last_checkpoint
 
+from strategies import Stage, Strategy
 from strategies.loop import Around, Inspect, RunMicroBatch
 from strategies.padding import Padding, length_of, to_edge
 from strategies.torch_patches import as_capturing
 from trainer.loops.private import replace, replaced
 from trainer.loops.processes import OneProcess, evaluating
+from trainer.loops.training import CompiledTraining, Logs
 
 LOGGED = "speed/"
 """Begins the names of figures that go into the Trainer's own log, which is printed, too; TensorBoard has all."""
 CAPTURES = "transformers.Trainer clips and steps the optimizer apart from its training_step"
+LOADERS = "transformers.Trainer makes its loaders itself; pad in the collator (pad_to_multiple_of) instead"
+WORKLOAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "optim", "max_grad_norm")
+"""Arguments that a steady step depends on: runs that differ in them are not compared."""
+
+
+def compile_trainer(
+    trainer: transformers.Trainer, strategies: Iterable[Strategy] = (), **options: Any
+) -> CompiledTrainer:
+    """Let ``trainer.train()`` run under ``strategies``, measured and checked; call it before.
+
+    Args:
+        trainer: Of any subclass of ``transformers.Trainer``; its callbacks, arguments and checkpoints stay as they are.
+        strategies: What to apply; empty means eager, measured by the same code.
+        options: As of ``Compile``. ``whole`` is the model itself and ``count`` reads the batch, if not given.
+
+    Returns:
+        The callback that was added to ``trainer``: ``record`` is complete, and saved in ``args.output_dir``, when
+        ``trainer.train()`` is over.
+
+    Raises:
+        ValueError: Strategies that conflict, and what of strategies, arguments or model cannot be combined.
+    """
+    compiled = CompiledTrainer(trainer, strategies, **options)
+    trainer.add_callback(compiled)
+    return compiled
+
+
+class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
+    """The core bound to one Trainer; made by ``compile_trainer``."""
+
+    def __init__(self, trainer: transformers.Trainer, strategies: Iterable[Strategy], **options: Any) -> None:
+        strategies = list(strategies)
+        if reasons := refusals(trainer, strategies):
+            raise ValueError("\n".join(reasons))
+        count = lambda batch: self._hugging_face.count(batch)  # noqa: E731
+        super().__init__(strategies, **{"whole": ("",), "count": count, **options})
+        self._trainer: Any = trainer
+        self._hugging_face: Any = None
+        self._train, trainer.train = trainer.train, self.train  # type: ignore[method-assign]
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any) -> Any:
+        """``Trainer.train``; what was measured is kept, and everything given back, however it ends."""
+        resumed: Any = resume_from_checkpoint or None
+        last: Any = get_last_checkpoint
+        self._resumed_from = last(self._trainer.args.output_dir) if resumed is True else resumed
+        self._trainer.remove_callback(self)
+        self._trainer.add_callback(self)  # last, so that it sees what the others want evaluated or saved
+        try:
+            return self._train(resume_from_checkpoint, *arguments, **named)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self.close()
+            if self._hugging_face is not None:
+                self._hugging_face.release()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_hyper_param_search:
+            raise ValueError("compile_trainer: a hyperparameter search trains several models; train one")
+        forward: Any = inspect.unwrap(type(self._trainer.model).forward)
+        if "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            # Which warns at each call, within the model, where it had to guess: a graph would break there.
+            self._trainer.model.loss_function = self._trainer.model.loss_function
+        program = self.apply_to(
+            self._trainer.model, device=args.device, precision=precision_of(self._trainer), print_line=tqdm.write
+        )
+        loop = HuggingFaceLoop(self._trainer, self.batch_begins, self._resumed_from, program.padding)
+        self._hugging_face = loop
+        logs = Logs(
+            folder=Path(args.output_dir),
+            batch_size=args.per_device_train_batch_size,
+            settings={name: getattr(args, name) for name in WORKLOAD},
+            resumed_from=self._resumed_from,
+            seed=args.seed,
+        )
+        self.begin(loop, logs)
+        if args.eval_on_start:
+            self.pause("validating")
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Batches are counted anew; of a resumed epoch, those that were trained on before are left out."""
+        done, loader = (state.epoch or 0.0) % 1, self._trainer.callback_handler.train_dataloader
+        self._hugging_face.batches = round(done * len(loader)) if done and hasattr(loader, "__len__") else 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._hugging_face.micro_batch_ends()
+        self.batch_ends(self._hugging_face.loss, self._hugging_face.batch)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.on_substep_end(args, state, control)
+        self.on_epoch_end(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An evaluation or a checkpoint, which comes next, is not part of any step."""
+        if control.should_evaluate or control.should_save:
+            self.pause("validating" if control.should_evaluate else "saving")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.mark_step()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A checkpoint may follow an evaluation."""
+        if self._trainer.is_in_train and control.should_save:
+            self.pause("saving")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._hugging_face.saved(f"{args.output_dir}/checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.finish()
+
+
+def refusals(trainer: Any, strategies: Sequence[Strategy]) -> list[str]:
+    """What of strategies, arguments and model cannot be combined, a line each."""
+    args, model = trainer.args, trainer.model
+    found = {
+        "args.torch_compile=True compiles the model as a whole already: leave it out, and use Whole()": (
+            args.torch_compile
+        ),
+        "args.auto_find_batch_size=True begins anew within a training: set a batch size": args.auto_find_batch_size,
+        "DeepSpeed, FSDP and tensor parallelism shard what a step has to be copied from; train on one device": (
+            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or getattr(trainer, "is_tp_enabled", False)
+        ),
+        "several processes or devices: not supported yet; start one process, CUDA_VISIBLE_DEVICES=0": (
+            args.world_size > 1 or args.n_gpu > 1 or trainer.is_model_parallel
+        ),
+        "the model is compiled already (torch.compile(model) or model.compile()): hand over the plain model": (
+            model is not None
+            and any(one._compiled_call_impl is not None or hasattr(one, "_orig_mod") for one in model.modules())
+        ),
+    }
+    for strategy in strategies:
+        found[f"{strategy.name} captures whole steps: {CAPTURES}"] = strategy.captures_step
+        found[f"{strategy.name} groups and pads batches: {LOADERS}"] = strategy.reorders_data
+        found[f"{strategy.name} with args.fp16: accelerate keeps the optimizer's own step; use args.bf16"] = (
+            strategy.stage is Stage.OPTIMIZER and args.fp16
+        )
+    return [f"compile_trainer: {line}" for line, refused in found.items() if refused]
 
 
 class HuggingFaceLoop(OneProcess):
@@ -54,12 +202,13 @@ class HuggingFaceLoop(OneProcess):
         self.log_every_n_steps = max(1, int(state.logging_steps or 500))
         self._kind: type = dict
         self._items: Any = None
-        self._batches = 0
-        self._quiet = False
+        self.batches = 0
+        """Of this epoch, so far."""
         self._figures: dict[str, float] = {}
         self._flops = 0.0
         self._observers = []
-        self._saving: list[Callable[[str], None]] = []
+        self.saved: Callable[[str], None] = lambda path: None
+        """Hears of each checkpoint."""
         self._audit: Around | None = None
         self._audited = contextlib.ExitStack()
         self.batch: Any = None
@@ -84,7 +233,7 @@ class HuggingFaceLoop(OneProcess):
         self.batch = dict(inputs) if isinstance(inputs, Mapping) else inputs
         self._flops = self._trainer.current_flos
         self._begins(self.batch)
-        micro_batch: Any = HuggingFaceMicroBatch(self, self.batch, self._batches)
+        micro_batch: Any = HuggingFaceMicroBatch(self, self.batch, self.batches)
         if self._audit is not None and (audit := self._audit(micro_batch)) is not None:
             self._audited.enter_context(audit)
         self.loss = self._observed_step(inputs)
@@ -100,17 +249,8 @@ class HuggingFaceLoop(OneProcess):
 
     def micro_batch_ends(self) -> None:
         """The Trainer is through with the batch and, where it was the last of a step, with the optimizer."""
-        self._batches += 1
+        self.batches += 1
         self._audited.pop_all().close()
-
-    def epoch_begins(self) -> None:
-        """Batches are counted anew; of a resumed epoch, those that were trained on before are left out."""
-        epoch, loader = self._trainer.state.epoch or 0.0, self._trainer.callback_handler.train_dataloader
-        self._batches = round(epoch % 1 * len(loader)) if epoch % 1 and hasattr(loader, "__len__") else 0
-
-    def saved(self) -> None:
-        for saved in self._saving:
-            saved(f"{self.directory}/checkpoint-{self.steps_done}")
 
     def _observed_step(self, inputs: Any) -> Tensor:
         """Forward and backward as the Trainer does them."""
@@ -130,8 +270,6 @@ class HuggingFaceLoop(OneProcess):
         return self._samples(self.fetched(epoch_iterator), *arguments, **named)
 
     def _log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
-        if self._quiet:
-            return
         if "loss" in logs:
             logs.update(self._figures)
         self._write_log(logs, *arguments, **named)
@@ -142,7 +280,7 @@ class HuggingFaceLoop(OneProcess):
 
     @property
     def position(self) -> tuple[int, int]:
-        return int(self._trainer.state.epoch or 0), self._batches
+        return int(self._trainer.state.epoch or 0), self.batches
 
     @property
     def metrics(self) -> Mapping[str, Tensor]:
@@ -179,14 +317,14 @@ class HuggingFaceLoop(OneProcess):
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """What a subclass of Trainer keeps on itself is put back, too."""
-        before, self._quiet, kept = self._quiet, True, self._of_subclass()
-        try:
-            yield
-        finally:
-            self._quiet = before
-            for name in self._of_subclass().keys() - kept.keys():
-                delattr(self._trainer, name)
-            vars(self._trainer).update(kept)
+        kept = self._of_subclass()
+        with replaced(self, "_write_log", lambda *_, **__: None):
+            try:
+                yield
+            finally:
+                for name in self._of_subclass().keys() - kept.keys():
+                    delattr(self._trainer, name)
+                vars(self._trainer).update(kept)
 
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         self._mark()
@@ -227,9 +365,6 @@ class HuggingFaceLoop(OneProcess):
     def why_not_capture(self) -> Iterable[str]:
         return (CAPTURES,)
 
-    def constants(self) -> Hashable:
-        return self.micro_batches, self._trainer.args.max_grad_norm
-
     def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
         raise RuntimeError(CAPTURES)
 
@@ -239,8 +374,7 @@ class HuggingFaceLoop(OneProcess):
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
         if self._resumed is not None:
             saved(self._resumed)
-        self._saving.append(saved)
-        return lambda: self._saving.remove(saved)
+        return replace(self, "saved", saved)
 
     def _inputs(self, batch: Any) -> Any:
         """``batch`` as the Trainer was given it: a collator may make a ``BatchEncoding``, say."""

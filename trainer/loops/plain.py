@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -177,9 +177,6 @@ class PlainLoop(OneProcess):
 
     def why_not_capture(self) -> Iterable[str]:
         return ()
-
-    def constants(self) -> Hashable:
-        return self.micro_batches, self._clip
 
     def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
         before = self._run

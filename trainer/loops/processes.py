@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import lightning as L
@@ -253,6 +253,9 @@ class OneProcess(Agreeing):
         return None
 
     why_not_capture_together = why_not_apart
+
+    def constants(self) -> Hashable:
+        return ()  # nothing of it changes within a training
 
     def clip_with(self, clip: object) -> Callable[[], None]:
         return lambda: None  # gradients are clipped where its own code does it
