@@ -30,8 +30,8 @@ ABOUT = """\
 what is trained, with overrides: crucible train -m compile=eager,regional,whole OVERRIDES, whose options and folders it
 has (crucible train --help); compile= with other values, or hydra.launcher.arms=[...], replaces the three.
 
-Exit codes: 0 compared, 1 a training failed or a figure of --against does not hold, 2 refused (wrong arguments, no
-records).
+Exit codes: 0 compared, 1 a training failed or a figure of --against neither holds nor is better, 2 refused
+(wrong arguments, no records).
 """
 OVERRIDE = re.compile(r"[+~]*[\w./@]+=")
 """What an override begins with; a folder may, too, where Hydra has named it."""

@@ -32,9 +32,10 @@ examples:
 
 A figure holds where the median of the rounds here is within the published range, or beyond it by at most:
 {TOLERANCES[RATIO]:.0%} of a ratio, {TOLERANCES[LOSS]:.0%} of a loss, {TIME_TOLERANCE:.0%} of a time or of memory.
-Counts must be the same. The ratio of a busy machine, or of a single round, is not compared.
+Counts must be the same. What lies beyond on the better side is better. The ratio of a busy machine, or of a single
+round, is not compared.
 
-Exit codes: 0 all that can be compared holds, 1 something does not or a training failed, 2 wrong arguments.
+Exit codes: 0 all that can be compared holds or is better, 1 something does not or a training failed, 2 wrong arguments.
 """
 APART = re.compile(r"^[+~]*(compile|repeat|profile)\b")
 """Overrides of a published command that are an arm's, or that a verification sets by itself: the latter are OWN."""

@@ -16,7 +16,18 @@ from trainer.report import published
 from trainer.report.comparison import compare_runs
 from trainer.report.flags import parity_of
 from trainer.report.pictures import PICTURES
-from trainer.report.published import RATIO, lands, publish, refresh, refreshed, rows_of
+from trainer.report.published import (
+    BETTER,
+    FAILS,
+    HOLDS,
+    NOT_COMPARED,
+    RATIO,
+    judged,
+    publish,
+    refresh,
+    refreshed,
+    rows_of,
+)
 from trainer.report.runs import Run, find, fixed_settings
 from trainer.telemetry.machine import MachineFacts
 from trainer.telemetry.record import RunRecord
@@ -184,19 +195,25 @@ def test_several_workloads_make_no_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "here", "same_gpu", "holds"),
+    ("name", "here", "same_gpu", "verdict"),
     [
-        (RATIO, 1.60, False, True),
-        (RATIO, 1.64, False, True),
-        (RATIO, 1.70, False, False),
-        (RATIO, 1.40, True, False),
-        ("graphs", 1.5, False, True),
-        ("graphs", 2, False, False),
-        ("ms a step", 1.6, True, True),
-        ("ms a step", 2.0, True, False),
-        ("ms a step", 1.6, False, None),
+        (RATIO, 1.60, False, HOLDS),
+        (RATIO, 1.64, False, HOLDS),
+        (RATIO, 1.70, False, BETTER),
+        (RATIO, 1.40, True, FAILS),
+        ("final loss", 1.2, False, FAILS),
+        ("graphs", 1.5, False, HOLDS),
+        ("graphs", 2, False, FAILS),
+        ("graphs", 1, False, FAILS),
+        ("recompiles", 1, False, BETTER),
+        ("recompiles", 2, False, FAILS),
+        ("ms a step", 1.6, True, HOLDS),
+        ("ms a step", 2.0, True, FAILS),
+        ("ms a step", 1.0, True, BETTER),
+        ("ms a step", 1.6, False, NOT_COMPARED),
     ],
 )
-def test_a_figure_holds_within_the_published_range(name: str, here: float, same_gpu: bool, holds: bool | None) -> None:
-    assert lands(name, (1.5, 1.55, 1.6), (here,), same_gpu) is holds
-    assert lands(name, (1.5,), (), same_gpu) is (None if name == "ms a step" else False), "it is missing here"
+def test_a_figure_holds_within_the_published_range(name: str, here: float, same_gpu: bool, verdict: str) -> None:
+    assert judged(name, (1.5, 1.55, 1.6), (here,), same_gpu) == verdict
+    missing = NOT_COMPARED if name == "ms a step" else FAILS
+    assert judged(name, (1.5,), (), same_gpu) == missing

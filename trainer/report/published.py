@@ -52,6 +52,9 @@ TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
 """The same of times and memory, which are compared on one model of GPU alone."""
+MORE_IS_BETTER = (RATIO, TOKENS, "of roofline")
+LESS_IS_BETTER = (STEP, "device ms a step", COLD, WARM, "peak GiB", "graph breaks", "recompiles")
+HOLDS, BETTER, FAILS, NOT_COMPARED = "holds", "better", "DOES NOT HOLD", "not compared"
 Figures = dict[str, tuple[float, ...]]
 """Values by the name of a figure, of each round."""
 
@@ -277,43 +280,50 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def lands(name: str, published: Sequence[float], here: Sequence[float], same_gpu: bool) -> bool | None:
-    """Whether the median of ``here`` is within what was published and its tolerance; None where the two cannot be
-    compared: it is a time on another device, or there is none. What every machine has must be there."""
+def judged(name: str, published: Sequence[float], here: Sequence[float], same_gpu: bool) -> str:
+    """Whether the median of ``here`` is within what was published and its tolerance, beyond it on the better side, or
+    not; ``not compared`` where it is a time on another device, or there is none. What every machine has must be there.
+    """
     if not here or not published:
-        return False if name in TOLERANCES else None
+        return FAILS if name in TOLERANCES else NOT_COMPARED
     if name not in TOLERANCES and not same_gpu:
-        return None
+        return NOT_COMPARED
+    low, middle, high = min(published), statistics.median(here), max(published)
     tolerance = TOLERANCES.get(name, TIME_TOLERANCE)
-    if not tolerance:
-        return set(here) <= set(published)
     room = tolerance * abs(statistics.median(published))
-    return min(published) - room <= statistics.median(here) <= max(published) + room
+    if low - room <= middle <= high + room if tolerance else set(here) <= set(published):
+        return HOLDS
+    better = (middle > high and name in MORE_IS_BETTER) or (middle < low and name in LESS_IS_BETTER)
+    return BETTER if better else FAILS
 
 
 def check(
     name: str, row: PublishedRow, here: PublishedRow, *, called: str = "published", command: str = ""
 ) -> tuple[list[str], bool]:
     """What to say of a row that was measured again ``here``, for a person and for a bug report, and whether all that
-    can be compared holds. The ratio of a busy machine cannot, nor that of a single round, whose noise nobody knows."""
+    can be compared holds or is better. The ratio of a busy machine cannot, nor that of a single round, whose noise
+    nobody knows."""
     ours, theirs = row.records[0], here.records[0]
     same_gpu = ours.device_type == theirs.device_type == "cuda" and ours.device == theirs.device
-    verdicts = {each: lands(each, values, here.figures.get(each, ()), same_gpu) for each, values in row.figures.items()}
+    verdicts = {
+        each: judged(each, values, here.figures.get(each, ()), same_gpu) for each, values in row.figures.items()
+    }
     if RATIO in verdicts and RATIO in here.figures and (here.busy or len(here.records) < 2):
-        verdicts[RATIO] = None
-    words = {True: "holds", False: "DOES NOT HOLD", None: "not compared"}
+        verdicts[RATIO] = NOT_COMPARED
     columns = {
         "figure": list(verdicts),
         called: [range_text(each, row.figures[each]) for each in verdicts],
         "here": [range_text(each, here.figures.get(each, ())) for each in verdicts],
-        "verdict": [words[verdict] for verdict in verdicts.values()],
+        "verdict": list(verdicts.values()),
     }
-    failed = [each for each, verdict in verdicts.items() if verdict is False]
-    compared = sum(verdict is not None for verdict in verdicts.values())
+    failed = [each for each, verdict in verdicts.items() if verdict == FAILS]
+    better = [each for each, verdict in verdicts.items() if verdict == BETTER]
+    compared = sum(verdict != NOT_COMPARED for verdict in verdicts.values())
     if failed:
         conclusion = f"{', '.join(failed)} of {compared} figures {'does' if len(failed) == 1 else 'do'} not hold here"
     else:
         conclusion = f"all {compared} figures that can be compared hold here"
+        conclusion += f" or are better: {', '.join(better)}" if better else ""
     remarks = list(here.compared.flags)
     if (row.spread or 0) > MAX_SPREAD:
         remarks.append(f"the {called} rounds spread by {row.spread:.0%}: that the ratio holds says little")
