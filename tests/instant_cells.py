@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hydra.plugins.sweeper import Sweeper
 
-from trainer.sweep import sweep as sweep_module
+from trainer.sweep import launcher
 from trainer.sweep.plan import PlannedCell
 
 SPEEDS = {"eager": 1.0, "regional": 2.0, "cached": 2.0, "whole": 4.0}
@@ -20,7 +20,7 @@ class InstantCells:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[PlannedCell] = []
         self.fails: Callable[[PlannedCell], bool] = lambda cell: False
-        monkeypatch.setattr(sweep_module, "run_cell", self._run)
+        monkeypatch.setattr(launcher, "run_cell", self._run)
         # Hydra composes each cell once to see whether it can be; the launcher does so again.
         monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda self, batch: None)
 

@@ -154,7 +154,6 @@ for module in sys.argv[1:]:
         "trainer",
         "trainer.crucible",
         "trainer.telemetry.record",
-        "trainer.sweep.sweep",
         "trainer.sweep.environment",
         "trainer.sweep.plan",
         "trainer.report.comparison",

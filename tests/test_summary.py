@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.report.runs import Run
-from trainer.sweep.sweep import summarize
+from trainer.sweep.launcher import summarize
 from trainer.telemetry.record import RunRecord
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.instant_cells import InstantCells
-from trainer.sweep.launcher import IsolatedLauncher
+from trainer.sweep.launcher import IsolatedLauncher, set_aside
 from trainer.sweep.plan import SweepOptions
-from trainer.sweep.sweep import set_aside
 
 SWEEP = ("-m", "hydra.sweep.dir=sweep")
 
