@@ -62,8 +62,8 @@ IN_VAIN = [
         "trainer.guards.audits",
         "trainer.guards.parity",
     ),
-    *("trainer.guards.preflight", "trainer.loops.huggingface", "trainer.report.page"),
-    *("trainer.report.pictures", "trainer.sweep.in_process", "trainer.sweep.slurm"),
+    *("trainer.guards.preflight", "trainer.loops.huggingface"),
+    *("trainer.report.pictures", "trainer.sweep.in_process"),
 ]
 """What an eager training needs none of. (torchmetrics, below Lightning, takes transformers and matplotlib.)"""
 
