@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from strategies import Program, Ragged
-from strategies.buckets.batches import BucketBatchSampler, batch_sizes
-from strategies.buckets.loaders import (
+from strategies.buckets.batches import (
+    BucketBatchSampler,
     PaddingCollate,
+    batch_sizes,
     evaluation_sizes,
     plan_notes,
     require_map_style,

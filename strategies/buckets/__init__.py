@@ -102,12 +102,12 @@ class Buckets(Strategy):
 
     def _choose(self, lengths: Sequence[int], *, program: Program) -> tuple[int, ...]:
         """Edges for examples of ``lengths``, at which cuDNN's attention is right; given ones stay, with a note."""
-        from strategies.buckets.batches import clear_of_64, fitted
+        from strategies.buckets.batches import clear_of_64, optimal
         from strategies.padding import limit_of
 
         assert program.padding is not None
         multiple, limit = self.multiple, limit_of(max(lengths, default=0), self.limit, program.padding.tables)
-        edges = tuple(self.edges or fitted(lengths, count=self.count, multiple=multiple, limit=limit))
+        edges = tuple(self.edges or optimal(lengths, count=self.count, multiple=multiple, limit=limit))
         if not _cudnn_fails(program):
             return edges
         if self.edges is None:
