@@ -1,46 +1,55 @@
-"""Compile errors: tells what the compiler failed at from what the user's own code raised, and from lack of memory."""
+"""Errors: what the compiler failed at, apart from what the user's own code raised and from lack of memory; each in one
+line. And credentials, known by name and by value: refused as an option, left out of what a run writes.
+
+Options and messages end up in ``record.json``, TensorBoard, ``.hydra/`` and ``multirun.yaml``. Importing this must stay
+cheap (no torch).
+"""
 
 from __future__ import annotations
 
 import functools
+import re
 import sysconfig
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-
-import torch
-from torch._dynamo import exc as dynamo_errors
-from torch._dynamo.symbolic_convert import SpeculationLogDivergence
-from torch._inductor import exc as inductor_errors
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-from strategies.credentials import hidden
-
-# Private to torch, which has no public names for them:
-# https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/exc.py, .../torch/_inductor/exc.py
-OF_THE_COMPILER: tuple[type[BaseException], ...] = (
-    dynamo_errors.TorchDynamoException,
-    dynamo_errors.FailOnRecompileLimitHit,
-    SpeculationLogDivergence,  # tracing began anew and met something else: a group that joined an SGD with momentum
-    inductor_errors.OperatorIssue,
-    inductor_errors.SubgraphLoweringException,
-    inductor_errors.InvalidCxxCompiler,
-    inductor_errors.CppCompileError,
-    GuardOnDataDependentSymNode,  # a branch on a size that data decide, with fullgraph=True
-)
+from typing import Any
 
 TORCH_AND_LIGHTNING = ("torch", "torchvision", "triton", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
 _OURS = tuple(f"{Path(__file__).parents[1] / package}/" for package in ("strategies", "trainer"))
-_TORCH = f"{Path(torch.__file__).parent}/"
 _STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+
+
+@functools.cache
+def of_the_compiler() -> tuple[type[BaseException], ...]:
+    """Private to torch, which has no public names for them:
+    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/exc.py, .../torch/_inductor/exc.py"""
+    from torch._dynamo import exc as dynamo_errors
+    from torch._dynamo.symbolic_convert import SpeculationLogDivergence
+    from torch._inductor import exc as inductor_errors
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (
+        dynamo_errors.TorchDynamoException,
+        dynamo_errors.FailOnRecompileLimitHit,
+        SpeculationLogDivergence,  # tracing began anew and met something else: a group that joined an SGD with momentum
+        inductor_errors.OperatorIssue,
+        inductor_errors.SubgraphLoweringException,
+        inductor_errors.InvalidCxxCompiler,
+        inductor_errors.CppCompileError,
+        GuardOnDataDependentSymNode,  # a branch on a size that data decide, with fullgraph=True
+    )
 
 
 def is_compile_error(error: BaseException) -> bool:
     """Whether the compiler raised ``error``, before any of the code in question ran."""
-    return isinstance(error, OF_THE_COMPILER) and not is_out_of_memory(error)
+    return isinstance(error, of_the_compiler()) and not is_out_of_memory(error)
 
 
 def is_recompile_limit(error: BaseException) -> bool:
     """Whether torch refused to compile one piece of code once more; nothing of the call has run."""
+    from torch._dynamo import exc as dynamo_errors
+
     return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
 
 
@@ -56,6 +65,8 @@ def needs_kept_buffers(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error``, or what it was raised from, is a host or device without memory."""
+    import torch
+
     return (
         isinstance(error, (MemoryError, torch.OutOfMemoryError))
         or any(words in str(error) for words in ("out of memory", "can't allocate memory"))
@@ -116,8 +127,10 @@ def first_line(error: BaseException) -> str:
 @functools.cache
 def origin_of(filename: str) -> str:
     """``torch`` (and Lightning, numpy and this project), ``stdlib`` or ``other``."""
+    import torch
+
     path = Path(filename)
-    if filename.startswith(("<", _TORCH)) or is_ours(filename):
+    if filename.startswith(("<", f"{Path(torch.__file__).parent}/")) or is_ours(filename):
         return "torch"
     for part in ("site-packages", "dist-packages"):
         if part in path.parts:
@@ -127,3 +140,99 @@ def origin_of(filename: str) -> str:
 
 def is_ours(filename: str) -> bool:
     return filename.startswith(_OURS)
+
+
+# ---- credentials -----------------------------------------------------------------------------------------------------
+
+HIDDEN = "***"
+"""Stands where a credential was."""
+_SURE = (
+    r"pass(?:word|wd|phrase)|secret(?:[_-]?key)?|(?:api|access|account)[_-]?key|connection[_-]?string|authorization"
+    r"|(?:access|api|auth|hf|refresh|sas|security)[_-]?token"
+)
+_STORAGE = rf"{_SURE}|(?:^|[._-])(?:key|o?auth|sas|sig|pass|pwd|cookie)|token|signature|credentials?"
+ANYWHERE = re.compile(rf".*(?:{_SURE})", re.IGNORECASE)
+"""Names of options that hold a credential wherever they stand; a ``token`` or ``key`` may be a word or a field."""
+STORAGE = re.compile(rf".*(?:{_STORAGE})", re.IGNORECASE)
+"""Names that do so among the ``storage_options`` of a file system."""
+_TEXT = r"""(?!\$\{|null\b|None\b|\*\*\*)[^\s"'&,;}\])]+"""
+VALUES = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(://)[^\s/@:]*:(?!\d+(?:/|\s|$))[^\s@]+(?=@)",  # user:password@host, but no host:port
+        r"(https?://)[^\s/@:]{16,}(?=@)",  # a token in the user's place
+        r"((?:^|[?&#])(?:[\w-]*(?:signature|credential|token)|sig|key|AWSAccessKeyId)=)[^\s&]+",  # a signed URL
+        r"(\bBearer\s+)(?=\S*\d|\S{20})[\w.~+/=-]{8,}",
+        r"(\bBasic\s+)(?=\S*[\d=])[a-z0-9+/]{8,}={0,2}(?!\S)",
+        rf"""(\bauthorization["']?\s*[=:]\s*["']?)(?:\w+\s+)?{_TEXT}""",
+        rf"""((?:{_SURE})["']\s*:\s*["'])[^"']+""",  # a mapping as Python or JSON writes it
+        rf"""((?:{_SURE})[=:]["']?){_TEXT}""",
+        rf"(\bstorage_options(?=\.)[\w.-]*(?:{_STORAGE})=){_TEXT}",
+        r"\b(?-i:(?:AKIA|ASIA)[0-9A-Z]{16})\b",
+        r"\b(?:gh[pousr]_\w{36,}|github_pat_\w{22,}|glpat-[\w-]{20,}|hf_[a-z0-9]{30,}|xox[abprs]-[\w-]{10,})",
+        r"\b(?-i:eyJ)[\w-]{8,}\.[\w-]{8,}\.[\w-]*",  # a JSON web token
+        r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[^-]+",
+    )
+)
+"""Credentials in a text; what a first group matches is not a secret and stays."""
+
+
+def hidden(text: str) -> str:
+    """``text`` with ``***`` in the place of every credential that is known by its form."""
+    for pattern in VALUES:
+        text = pattern.sub(lambda match: (match[1] if match.lastindex else "") + HIDDEN, text)
+    return text
+
+
+def without_credentials(value: Any, found: list[str] | None = None, *, path: str = "", secret: bool = False) -> Any:
+    """A copy of ``value`` (nested mappings, lists, scalars) with ``***`` in the place of credentials.
+
+    ``path`` is the dotted name of ``value``; ``secret`` says that a name above it is a credential's. ``found`` gets the
+    name of each option that holds some.
+    """
+    if isinstance(value, Mapping):
+        inner = {name: f"{path}.{name}".lstrip(".") for name in value}
+        return {
+            name: without_credentials(part, found, path=inner[name], secret=secret or _names_one(inner[name]))
+            for name, part in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        # Headers may be pairs: [Authorization, Bearer ...].
+        pair = len(value) == 2 and isinstance(value[0], str) and _names_one(f"{path}.{value[0]}")
+        parts = [
+            without_credentials(part, found, path=path, secret=secret or (pair and place == 1))
+            for place, part in enumerate(value)
+        ]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    if value is None or isinstance(value, bool) or not (secret or isinstance(value, (str, bytes))):
+        return value
+    literal, before = str(value), None
+    while literal != before:  # interpolations may hold others
+        before, literal = literal, re.sub(r"\$\{[^{}]*\}", "", literal)
+    if literal.strip() in ("", "???") or not (secret or hidden(literal) != literal):  # ??? is a missing one
+        return value
+    if found is not None:
+        found.append(path)
+    return HIDDEN if secret else hidden(str(value))
+
+
+def refuse_credentials(values: Any, path: str = "") -> None:
+    """Raise ValueError, naming the options, when ``values`` hold credentials; ``${oc.env:NAME}`` is none."""
+    found: list[str] = []
+    without_credentials(values, found, path=path)
+    files = "the file system's own variables (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or files"
+    variable = "the environment, and name the variable: '${oc.env:NAME}'"
+    if found:
+        raise ValueError(
+            "\n".join(
+                f"{name} must not hold credentials, which the run would write into its files: set them in "
+                + (files if name.startswith(("compile.cached.", "CRUCIBLE_")) else variable)
+                for name in dict.fromkeys(found)
+            )
+        )
+
+
+def _names_one(path: str) -> bool:
+    """Whether an option of the dotted name ``path`` holds a credential by its name."""
+    *parents, name = path.split(".")
+    return (STORAGE if "storage_options" in parents else ANYWHERE).fullmatch(name) is not None

@@ -23,7 +23,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from strategies import STRATEGIES, Stage, Strategy
-from strategies.credentials import refuse_credentials
+from strategies.errors import refuse_credentials
 from tasks import SCHEMAS, TASKS, Task
 from tasks.base import suggest
 from trainer.cli import CONF

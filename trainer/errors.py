@@ -129,7 +129,7 @@ def _in_file(error: MarkedYAMLError) -> str:
 def report(error: BaseException, place: str = "") -> None:
     """Print what ``explain`` says on the standard error, without credentials; of what the system has refused, the file,
     or ``place``, which is an option that says where."""
-    from strategies.credentials import hidden  # not above, as in _unknown
+    from strategies.errors import hidden  # not above, as in _unknown
 
     lines = explain(error)
     if isinstance(error, OSError) and not isinstance(error, REFUSALS):  # some of Hydra's are both

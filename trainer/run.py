@@ -21,8 +21,7 @@ from rich.console import Console
 from torch.distributed import DistError, TCPStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from strategies.credentials import hidden
-from strategies.errors import is_out_of_memory, one_line
+from strategies.errors import hidden, is_out_of_memory, one_line
 from strategies.prepare import stop_compiling
 from trainer.build import build_trainer, compile_callback, require_memory_of, start_processes, task_options
 from trainer.callback import Compile

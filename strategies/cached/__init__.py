@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from strategies.base import Program, Stage, Strategy
-from strategies.credentials import refuse_credentials
+from strategies.errors import one_line, refuse_credentials
 from strategies.loop import gathered
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ class Cached(Strategy):
 
     def apply(self, program: Program) -> None:
         from strategies.cached.session import Session
-        from strategies.errors import one_line
 
         session, failed = None, None
         try:

@@ -59,7 +59,7 @@ def described(config: Config, command: list[str]) -> RunRecord:
     """A run's record as far as its configuration tells it, before anything is built: what runs, of which code, from
     which caches and in which round of a sweep."""
     from strategies.compose import ordered
-    from strategies.credentials import without_credentials
+    from strategies.errors import without_credentials
     from trainer.settings import PEER, Peer
 
     number = os.environ.get(ROUND_VARIABLE)
@@ -81,7 +81,7 @@ def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = 
     """Fields of a record that say what ran, when, on which machine, and of which checkout (the one of ``root``)."""
     # Not above: the command line reads its environment first, and then makes sure that this package is ours.
     from strategies.compose import label
-    from strategies.credentials import without_credentials
+    from strategies.errors import without_credentials
 
     launch = None
     with contextlib.suppress(ValueError):  # in a script of one's own it is nothing that we refuse

@@ -380,7 +380,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
     def save(self, directory: str | Path) -> Path:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
         # Not above: the command line plans a sweep first, and then makes sure that this package is ours.
-        from strategies.credentials import without_credentials
+        from strategies.errors import without_credentials
 
         values = {"task": self.task, **dataclasses.asdict(self)}  # what ran comes first in the file
         return write_json(Path(directory) / FILE_NAME, without_credentials(values), default=str)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from strategies.credentials import hidden
+from strategies.errors import hidden
 from strategies.loop import Loop
 from trainer.report.run_verdict import run_verdict
 from trainer.report.runs import set_parameters
