@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from strategies.base import Program, Stage, Strategy
 from strategies.errors import one_line, refuse_credentials
-from strategies.loop import gathered
 
 if TYPE_CHECKING:
     from strategies.cached.store import ArtifactStore
@@ -86,21 +85,11 @@ class Cached(Strategy):
     def apply(self, program: Program) -> None:
         from strategies.cached.session import Session
 
-        session, failed = None, None
         try:
-            session = Session(self, program)
-        except Exception as error:  # a model that cannot be described
-            failed = error
-        places = gathered(session and session.place)  # whatever happens on one process
-        try:
-            if session is None or None in places:
-                raise failed or ValueError("another process cannot describe its model")
-            session.open(places.index(session.place))
-        except Exception as error:  # no place for a directory
+            program.kept[self.name] = Session(self, program)
+        except Exception as error:  # a model that cannot be described, or no place for a directory
             program.report[self.name] = {"state": "cold", "reason": one_line(error), "url": self.url_used}
             program.notes.append(f"cached: cold start, and nothing will be stored: {one_line(error)}")
-            return
-        program.kept[self.name] = session
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose session was closed: a validation came before, for instance."""

@@ -45,31 +45,34 @@ T = TypeVar("T")
 
 
 class Session:
-    """From ``open`` to ``close``, Inductor and Triton compile into a directory of this run's own.
+    """From here to ``close``, Inductor and Triton compile into a directory of this run's own.
 
     Of the processes of one host that train one program together, the first fetches and stores; all use its directory.
     """
 
     def __init__(self, options: Cached, program: Program) -> None:
+        """Fetch, verify and hand to torch what the store holds for ``program``. Raises what keeps it from having a
+        directory, on all processes of the group."""
         self._options, self._program = options, program
-        self._program_facts = facts_of(program, leave_out=options.name)
-        self._fingerprint = fingerprint_of(self._program_facts)
+        place, failed = None, None
+        try:
+            self._described = facts_of(program, leave_out=options.name)
+            self._fingerprint = fingerprint_of(self._described)
+            place = socket.gethostname(), self._fingerprint  # of which a GPU's index is part
+        except Exception as error:  # a model that cannot be described
+            failed = error
+        places = gathered(place)  # whatever happens on one process
+        if None in places:
+            raise failed or ValueError("another process cannot describe its model")
+        leader = places.index(place)
+        self._leads = leader == (torch.distributed.get_rank() if len(places) > 1 else 0)
         self._facts: dict[str, Any] = {"state": "cold", "reason": None, "url": options.url_used}
         """What goes into the record."""
         self._facts["fingerprint"] = self._fingerprint
         self._findings: dict[str, Any] = {}
         """Of the runs that stored the loaded bundles, see ``Program.findings``."""
-        self.place = socket.gethostname(), self._fingerprint
-        """The same in the processes that share a directory; a GPU's index is part of the fingerprint."""
         self._loaded: list[Bundle] = []
         self._stack = contextlib.ExitStack()
-        self._leads = True
-
-    def open(self, leader: int) -> None:
-        """Fetch, verify and hand to torch what the store holds for this fingerprint, or let the process of rank
-        ``leader`` do it; all processes of the group call it."""
-        together = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._leads = leader == (torch.distributed.get_rank() if together else 0)
         shared = None
         try:
             if self._leads:
@@ -84,8 +87,8 @@ class Session:
                 raise OSError("the first process of this host has no place for it")
             self._directory, self._facts, self._findings = shared
             self._stack.enter_context(compiling_in(self._directory))
-        self._program.report[self._options.name] = self._facts
-        self._program.findings.update(self._findings)
+        program.report[options.name] = self._facts
+        program.findings.update(self._findings)
 
     def _note(self, line: str) -> None:
         self._program.notes.append(f"cached: {line}")
@@ -118,8 +121,18 @@ class Session:
         self._counters, self._first_metric = _read_counters(), len(get_compilation_metrics())
         began, url = time.perf_counter(), self._options.url_used
         refused: list[str] = []
+
+        def fetch() -> tuple[list[Bundle], list[str]]:
+            store, fetched, refused = self._options.store(), list[Bundle](), list[str]()
+            for name in store.names(self._fingerprint):
+                try:
+                    fetched.append(store.load(name, fingerprint=self._fingerprint))
+                except Refused as reason:
+                    refused.append(f"bundle {name[-12:]} refused: {reason}")
+            return fetched, refused
+
         try:
-            fetched, refused = within(self._options.timeout_seconds, self._fetch)
+            fetched, refused = within(self._options.timeout_seconds, fetch)
             for bundle in fetched:
                 try:
                     if bundle.artifacts and torch.compiler.load_cache_artifacts(bundle.artifacts) is None:
@@ -129,14 +142,13 @@ class Session:
                         file.parent.mkdir(parents=True, exist_ok=True)
                         file.write_bytes(data)
                     self._loaded.append(bundle)
+                    self._findings.update(bundle.manifest["findings"])
                 except Exception as error:
                     refused.append(f"bundle {bundle.name[-12:]} refused: {one_line(error)}")
             reason = "; ".join(refused) or "nothing is stored yet for this model, these strategies and this machine"
         except Exception as error:
             reason = f"the store cannot be read: {one_line(error)}"
         seconds = round(time.perf_counter() - began, 4)
-        for bundle in self._loaded:
-            self._findings.update(bundle.manifest["findings"])
         names = {name for bundle in self._loaded for name in bundle.manifest["artifacts"]}
         size = sum(bundle.size for bundle in self._loaded)
         self._facts.update(artifacts_loaded=len(names), bytes_loaded=size, load_seconds=seconds, refused=refused)
@@ -148,17 +160,6 @@ class Session:
         else:
             self._facts["reason"] = reason
             self._note(f"cold start: {reason} ({url})")
-
-    def _fetch(self) -> tuple[list[Bundle], list[str]]:
-        store = self._options.store()
-        fetched: list[Bundle] = []
-        refused: list[str] = []
-        for name in store.names(self._fingerprint):
-            try:
-                fetched.append(store.load(name, fingerprint=self._fingerprint))
-            except Refused as reason:
-                refused.append(f"bundle {name[-12:]} refused: {reason}")
-        return fetched, refused
 
     def close(self) -> None:
         """Compare with what was compiled, store what is new, and restore the usual directories."""
@@ -186,11 +187,6 @@ class Session:
             self._facts.update(state="idle", reason="nothing was compiled by Inductor, which alone can be cached")
             self._note(f"nothing to cache: {self._facts['reason']}")
             return False
-        if now["traces_bypassed"]:
-            self._note(
-                f"{now['traces_bypassed']} graphs are split into forward and backward anew at every start, torch "
-                'cannot cache that (TORCH_LOGS="torch._functorch._aot_autograd.autograd_cache" names the reasons)'
-            )
         if self._loaded and compiled:
             more = f"; and {len(anew) - MAX_NAMED} more" if len(anew) > MAX_NAMED else ""
             reason = "; ".join(anew[:MAX_NAMED]) + more or "torch does not say which"
@@ -211,7 +207,7 @@ class Session:
             artifacts += [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
         manifest = {
             "fingerprint": self._fingerprint,
-            "facts": self._program_facts,
+            "facts": self._described,
             "artifacts": artifacts,
             "findings": self._program.findings,
         }
@@ -252,14 +248,12 @@ def compiled_anew(first: int) -> list[str]:
 
 
 def _read_counters() -> dict[str, int]:
-    """Graphs that Inductor's cache had, had not, and could not hold; those that only AOTAutograd's could not; and how
-    often a kernel was timed on a GPU to choose how it is launched."""
-    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    """Graphs that Inductor's cache had, had not, and could not hold; and how often a kernel was timed on a GPU."""
+    inductor = counters["inductor"]
     return {
         "graph_hits": inductor["fxgraph_cache_hit"],
         "graph_misses": inductor["fxgraph_cache_miss"],
         "graph_bypasses": inductor["fxgraph_cache_bypass"],
-        "traces_bypassed": autograd["autograd_cache_bypass"],
         "kernels_timed": sum(
             count for name, count in inductor.items() if re.fullmatch(r"benchmarking\.\w+\.benchmark_gpu", name)
         ),
