@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from strategies import Program, Ragged
 from strategies.buckets.batches import (
@@ -24,7 +24,6 @@ from strategies.buckets.batches import (
     PaddingCollate,
     batch_sizes,
     evaluation_sizes,
-    plan_notes,
     require_map_style,
     require_replaceable_order,
     with_buckets,
@@ -151,7 +150,8 @@ class LoaderPadder:
         collate = PaddingCollate(loader.collate_fn, padding)
         self._collates["training"] = [collate]
         self.program.report[padding.name] = batches.planned()
-        self.program.notes.extend(plan_notes(padding, batches, loader))
+        if isinstance(loader.sampler, SequentialSampler) and batches.replicas == 1:
+            self.program.notes.append(f"{padding.name}: the training loader did not shuffle its examples; they are now")
         return with_buckets(loader, batches, collate)
 
     def _edges(self, lengths: NDArray[np.int64]) -> tuple[int, ...]:

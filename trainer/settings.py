@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from strategies.base import Strategy
-from strategies.compose import ordered
+from strategies.base import Strategy, ordered
 from tasks.base import Task
 from trainer.guards import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
 from trainer.telemetry import PROFILE

@@ -21,8 +21,7 @@ from rich.markup import escape
 from scripts.arguments import composed_training, exit_code, parser
 from scripts.bisect.search import MAX_SHAPES, OPTIMIZER, Outcome, Report, Search, named, searched
 from strategies import Modular, Stage, Strategy
-from strategies.base import holds
-from strategies.compose import label
+from strategies.base import holds, label
 from trainer.process import StopRequest, importing, leaving
 
 EXAMPLES = """\

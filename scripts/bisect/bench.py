@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 from scripts.bisect.search import MAX_SHAPES, OPTIMIZER, Node, Outcome
 from scripts.explain.run import training
 from strategies import Program, Strategy
-from strategies.base import holds
-from strategies.compose import aside
+from strategies.base import aside, holds
 from strategies.errors import one_line
 from strategies.regions import compile_in_place, fixed_sizes, uncompile
 from trainer.callback import Compile

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from strategies.base import Stage, Strategy, holds
-from strategies.compose import label
+from strategies.base import Stage, Strategy, holds, label
 from trainer.auto import refuse_choice
 
 OPTIMIZER = "optimizer step"

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from scripts.explain import BATCHES, Explanation, findings
 from strategies import Modular, Optimizer, Strategy
-from strategies.compose import label
+from strategies.base import label
 from strategies.errors import is_compile_error, one_line
 from trainer.auto import refuse_choice
 from trainer.build import build_trainer, compile_callback

@@ -116,13 +116,6 @@ class BucketBatchSampler(Sampler[list[int]]):
         return self
 
     @property
-    def planned_padded_share(self) -> float:
-        """Padding over all positions of an epoch, as it is cut, with examples of mean length left out."""
-        ranks_rows = -(-self._rows // self.replicas) * self.replicas
-        positions = int((np.asarray(self.edges)[self._buckets] * ranks_rows).sum())
-        return 1 - float(self.lengths.mean()) * int(ranks_rows.sum()) / positions
-
-    @property
     def rows_by_edge(self) -> dict[int, tuple[int, ...]]:
         """Rows of the batches of each edge that has any, on each rank, most first."""
         rows = -(-self._rows // self.replicas)
@@ -132,7 +125,10 @@ class BucketBatchSampler(Sampler[list[int]]):
         }
 
     def planned(self) -> dict[str, Any]:
-        """For the record: what an epoch holds on each rank."""
+        """For the record: what an epoch holds on each rank. Padding over all positions is expected as the epoch is cut,
+        with examples of mean length left out."""
+        rows = -(-self._rows // self.replicas) * self.replicas  # of all ranks
+        positions = int((np.asarray(self.edges)[self._buckets] * rows).sum())
         return {
             "edges": list(self.edges),
             "batch_sizes": list(self.batch_sizes.values()),
@@ -140,7 +136,7 @@ class BucketBatchSampler(Sampler[list[int]]):
             "batches_each_epoch": np.bincount(self._buckets, minlength=len(self.edges)).tolist(),
             "left_out_each_epoch": self.left_out,
             "longest": int(self.lengths.max()),
-            "expected_padded_share": self.planned_padded_share,
+            "expected_padded_share": 1 - float(self.lengths.mean()) * int(rows.sum()) / positions,
         }
 
     def set_epoch(self, epoch: int) -> None:
@@ -383,17 +379,3 @@ def with_collate(loader: DataLoader[Any], collate: PaddingCollate) -> DataLoader
     copied._iterator = None  # persistent workers of the user's loader are not ours
     copied.collate_fn = collate
     return copied
-
-
-def plan_notes(padding: Padding, batches: BucketBatchSampler, loader: DataLoader[Any]) -> list[str]:
-    sizes = sorted({rows for several in padding.batch_sizes.values() for rows in several})
-    rows = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    note = (
-        f"{padding.name}: {len(batches.lengths):,} examples padded up to {', '.join(map(str, padding.edges))}; "
-        f"batches of {rows}; expected padded share {batches.planned_padded_share:.1%}"
-    )
-    if batches.left_out:
-        note += f"; {batches.left_out} left out each epoch, others each time: the loader's drop_last=True"
-    if not isinstance(loader.sampler, SequentialSampler) or batches.replicas > 1:
-        return [note]
-    return [note, f"{padding.name}: the training loader did not shuffle its examples; they are now"]

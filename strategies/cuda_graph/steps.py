@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from strategies.base import CannotCapture, Program
-from strategies.compose import eager
+from strategies.base import CannotCapture, Program, eager
 from strategies.cuda_graph.capture import NotYet, Observation, StateChanges, StepGraphs
 from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.state import HostState, Value, entries_of, named

@@ -12,7 +12,7 @@ import torch._inductor.compile_fx  # what is kept away from runs needs it to be 
 from torch import Tensor, nn
 from torch._inductor.utils import run_fw_bw_and_get_code
 
-from strategies.compose import compiler_settings
+from strategies.base import compiler_settings
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from strategies.compose import compiler_settings
+from strategies.base import compiler_settings
 from tests.processes import on_ranks
 
 WIDTH, HEADS, LENGTH = 64, 4, 16

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from strategies import Buckets, Dynamic, Program, Ragged, Regional
-from strategies.compose import apply
+from strategies.base import apply
 from tests.strategies import backends
 from tests.strategies.modules import Block
 

@@ -135,7 +135,7 @@ def test_what_is_padded_is_what_was_expected_and_within_two_percent_of_the_optim
     drawn = batches.drawn
     seen = 1 - drawn["useful_positions"] / drawn["positions"]
     assert drawn["batches"] == len(batches)
-    assert seen == pytest.approx(batches.planned_padded_share, rel=1e-3)
+    assert seen == pytest.approx(batches.planned()["expected_padded_share"], rel=1e-3)
     assert seen <= 1.02 * padded_share(of, edges)
     assert seen <= 0.22
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from strategies import Checkpointing, Program, Regional, Whole
-from strategies.compose import apply, begin, end
+from strategies.base import apply, begin, end
 from strategies.cuda_graph.capture import Observation, StepGraphs
 from strategies.cuda_graph.state import HostState
 from tasks import Declaration

@@ -10,7 +10,7 @@ import torch._inductor.compile_fx  # what is changed needs it to be there
 from torch import nn
 from torch._inductor.utils import fresh_cache, run_fw_bw_and_get_code
 
-from strategies.compose import compiler_settings
+from strategies.base import compiler_settings
 
 
 def compiled_code(vocabulary: int) -> str:

@@ -13,7 +13,7 @@ from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 
 from strategies import torch_patches as inductor_faults
-from strategies.compose import compiler_settings
+from strategies.base import compiler_settings
 
 B, S = (sympy.Symbol(name, integer=True, positive=True) for name in "bs")
 

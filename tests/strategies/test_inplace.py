@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from strategies import STRATEGIES, Program, Stage, Strategy, Whole
-from strategies.compose import apply
+from strategies.base import apply
 from strategies.regions import RECOMPILE_LIMIT, uncompile
 from tasks import Declaration
 from tests.strategies import backends
@@ -109,7 +109,7 @@ class Stages(nn.Module):
 
 
 def test_more_widths_than_torchs_own_recompile_limit_are_all_compiled(graphs: list[GraphModule]) -> None:
-    from strategies.compose import compiler_settings
+    from strategies.base import compiler_settings
 
     widths = list(range(4, 16))
     module = Stages(widths)

@@ -20,8 +20,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import codecache, compile_fx, cpu_vec_isa
 
 from strategies import Cached
-from strategies.base import Program
-from strategies.compose import compiler_settings
+from strategies.base import Program, compiler_settings
 from strategies.torch_patches import _locked
 from tests.processes import Pair, RanksFailed
 

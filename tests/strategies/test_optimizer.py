@@ -17,7 +17,7 @@ from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch.fx import GraphModule
 from torch.optim import lr_scheduler
 
-from strategies import CudaGraph, Optimizer, Program, compose
+from strategies import CudaGraph, Optimizer, Program, base
 from strategies.optimizer import ATTRIBUTE, installed
 from strategies.optimizer.step import graphed
 from tests.strategies import backends
@@ -48,7 +48,7 @@ def begin(module: nn.Module, *optimizers: Made, **options: Any) -> tuple[Optimiz
     program = Program(module=module, strategies=(strategy,))
     strategy.apply(program)
     program.optimizers = optimizers
-    compose.begin([strategy], program)
+    base.begin([strategy], program)
     return strategy, program
 
 
@@ -267,7 +267,7 @@ def test_state_dicts_go_both_ways(name: str, graphs: list[GraphModule]) -> None:
 def test_after_the_end_the_optimizers_own_step_goes_on(graphs: list[GraphModule]) -> None:
     both = Both(adamw)
     both.train(3)
-    compose.end([both.strategy], both.program)
+    base.end([both.strategy], both.program)
     optimizer: Any = both.optimizers[1]
     assert not {"step", ATTRIBUTE} & vars(optimizer).keys()
     assert optimizer.step.__func__ is torch.optim.AdamW.step

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from strategies import STRATEGIES, Buckets, CudaGraph, Dynamic, Modular, Part, Program, Regional, Stage, Strategy, Whole
-from strategies.compose import apply, check, compiler_settings, label, ordered
+from strategies.base import apply, compiler_settings, label, ordered
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,14 +41,6 @@ class Shared(Noting):
 @dataclass(kw_only=True, slots=True)
 class AlsoShared(Shared):
     name: ClassVar[str] = "also_shared"
-
-
-@dataclass(kw_only=True, slots=True)
-class Refusing(Noting):
-    name: ClassVar[str] = "refusing"
-
-    def check(self) -> None:
-        raise ValueError("compile.refusing: this machine has no such thing")
 
 
 def test_strategies_are_applied_by_stage_whatever_their_order() -> None:
@@ -99,11 +91,6 @@ def test_an_exclusive_strategy_tolerates_no_shared_one_beside_it() -> None:
 
     with pytest.raises(ValueError, match="'alone' and 'shared'"):
         ordered([Shared(), Alone()])
-
-
-def test_check_asks_every_strategy() -> None:
-    with pytest.raises(ValueError, match=r"compile\.refusing: this machine"):
-        check([Noting(), Refusing()])
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from strategies import Regional
-from strategies.compose import check
 from strategies.options import missing_for_inductor, missing_toolchain, unwritable_cache
 
 
@@ -25,8 +24,8 @@ def test_no_compiler_on_the_path_is_one_line_with_the_mend(monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"^compile\.regional: .*C\+\+ compiler.*install g\+\+ or use compile=eager$"):
-        check([Regional()])
-    check([Regional(backend="aot_eager")])
+        Regional().check()
+    Regional(backend="aot_eager").check()
 
 
 def test_a_named_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +47,9 @@ def test_a_compiler_that_is_switched_off_is_named_with_its_switch(switch: str, m
     monkeypatch.setenv(switch, "1")
     for strategy in (Regional(), Regional(backend="aot_eager")):
         with pytest.raises(ValueError, match=rf"^compile\.regional: {switch}=1 switches the compiler off: unset it"):
-            check([strategy])
+            strategy.check()
     monkeypatch.setenv(switch, "0")
-    check([Regional(backend="aot_eager")])
+    Regional(backend="aot_eager").check()
 
 
 @pytest.fixture
@@ -64,8 +63,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_triton_on_a_cuda_device_is_one_line_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^compile\.regional: Inductor needs Triton.*pip install triton, or use"):
-        check([Regional()])
-    check([Regional(backend="aot_eager")])
+        Regional().check()
+    Regional(backend="aot_eager").check()
 
 
 @pytest.mark.usefixtures("cuda")
@@ -84,9 +83,9 @@ def test_a_cache_that_cannot_be_written_to_is_named(
     monkeypatch.setenv(variable, str(tmp_path / "file" / "cache"))
     message = rf"^compile\.regional: the compiler's cache .*file/cache cannot be written to \(.+\): set {variable}"
     with pytest.raises(ValueError, match=message):
-        check([Regional()])
+        Regional().check()
     monkeypatch.setenv(variable, str(tmp_path / "new" / "cache"))
-    check([Regional()])
+    Regional().check()
 
 
 def test_the_default_cache_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from strategies import STRATEGIES
-from strategies.compose import label
+from strategies.base import label
 from tasks import TASKS
 from tests.conftest import ROOT
 from tests.trainer.conftest import FLOOR, Baseline

@@ -36,7 +36,7 @@ from strategies import (
     Strategy,
     Whole,
 )
-from strategies.compose import label
+from strategies.base import label
 from tests.conftest import ROOT
 from trainer.guards.compare import ParityError
 from trainer.loops.huggingface import compile_trainer

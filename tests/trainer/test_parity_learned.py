@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Program, Regional
-from strategies.compose import apply
+from strategies.base import apply
 from tests.faults.planted import Call, floating, regional
 from trainer.guards.compare import ParityError, without_autocast
 from trainer.guards.parity import ParityGate

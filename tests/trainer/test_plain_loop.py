@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Optimizer, Program, Regional, Strategy
-from strategies.compose import apply, begin, compiler_settings, eager, end
+from strategies.base import apply, begin, compiler_settings, eager, end
 from tests.strategies import backends
 from tests.trainer.test_step_capture import Recorded
 from trainer.guards.snapshot import Snapshot

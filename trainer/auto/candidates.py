@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from strategies import Program, Strategy
-from strategies.base import Region
-from strategies.compose import compiler_settings
+from strategies.base import Region, compiler_settings
 from strategies.loop import Loop
 from strategies.modules import TOGETHER
 from strategies.modules import Background as Options

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parameter import is_lazy
 
 from strategies import STRATEGIES, Program, Strategy
+from strategies.base import ordered
 from strategies.cached.session import facts_of, fingerprint_of
-from strategies.compose import ordered
 from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.modules import Auto

@@ -96,7 +96,7 @@ def _report(answers: TextIO, **message: Any) -> None:
 def _compile(request: Any, answers: TextIO) -> None:
     import torch
 
-    from strategies.compose import compiler_settings
+    from strategies.base import compiler_settings
     from strategies.errors import one_line
     from trainer.background import wire
 

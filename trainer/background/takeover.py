@@ -15,8 +15,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from strategies.base import Program, Region
-from strategies.compose import compiler_settings
+from strategies.base import Program, Region, compiler_settings
 from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.modules import Background as Options

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.base import Program
-from strategies.compose import begin
+from strategies.base import Program, begin
 from strategies.errors import one_line
 from strategies.optimizer import Optimizer, installed, places_of, reason_for_eager
 from strategies.optimizer.functional import FunctionalUpdate, formula_of

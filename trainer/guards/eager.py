@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from strategies import Program
-from strategies.base import has_another_step
-from strategies.compose import eager
+from strategies.base import eager, has_another_step
 from strategies.loop import Loop
 from strategies.padding import to_edge, used_length
 from trainer.guards.compare import TENSOR_FLOOR, Comparison, Tensors, displaced, local, loss_sizes, norms, on_host

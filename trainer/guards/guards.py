@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
-from strategies.base import holds
-from strategies.compose import eager
+from strategies.base import eager, holds
 from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
 from strategies.regions import give_up, outermost

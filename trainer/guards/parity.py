@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from strategies import Program
-from strategies.compose import eager
+from strategies.base import eager
 from strategies.loop import Loop
 from trainer.guards.compare import (
     MULTIPLES,

@@ -20,8 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from strategies import Program
-from strategies.base import Region
-from strategies.compose import eager, give_up_others
+from strategies.base import Region, eager, give_up_others
 from strategies.errors import (
     REMEDY,
     is_compile_error,

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from strategies import Program
-from strategies.compose import eager
+from strategies.base import eager
 from strategies.loop import Loop
 from trainer.telemetry.hardware import seconds_of
 from trainer.telemetry.machine import now

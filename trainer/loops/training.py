@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from strategies import Program, Ragged, Stage, Strategy
-from strategies.compose import apply, begin, check, compiler_settings, end, give_up_others, label, ordered
+from strategies.base import apply, begin, compiler_settings, end, give_up_others, label, ordered
 from strategies.loop import Loop, MicroBatch
 from strategies.prepare import Preparation
 from strategies.regions import give_up, uncompile
@@ -88,7 +88,8 @@ class CompiledTraining:
             parity=parity, on_compile_error=on_compile_error, on_slower=on_slower, on_difference=on_difference
         )
         self.strategies = ordered(strategies)
-        check(self.strategies)
+        for strategy in self.strategies:
+            strategy.check()
         self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
         self._given = self.strategies, self._choosing
         self._taking_over = next((one for one in self.strategies if one.takeover and one.helper), None)

@@ -58,7 +58,7 @@ def _git(*arguments: str, root: Path = ROOT) -> str:
 def described(config: Config, command: list[str]) -> RunRecord:
     """A run's record as far as its configuration tells it, before anything is built: what runs, of which code, from
     which caches and in which round of a sweep."""
-    from strategies.compose import ordered
+    from strategies.base import ordered
     from strategies.errors import without_credentials
     from trainer.settings import PEER, Peer
 
@@ -80,7 +80,7 @@ def described(config: Config, command: list[str]) -> RunRecord:
 def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = ROOT) -> dict[str, Any]:
     """Fields of a record that say what ran, when, on which machine, and of which checkout (the one of ``root``)."""
     # Not above: the command line reads its environment first, and then makes sure that this package is ours.
-    from strategies.compose import label
+    from strategies.base import label
     from strategies.errors import without_credentials
 
     launch = None

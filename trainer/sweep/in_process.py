@@ -31,7 +31,7 @@ from rich.console import Console
 from torch.utils import _pytree as pytree
 
 from strategies import CudaGraph, Regional, Strategy, Whole
-from strategies.compose import label, ordered
+from strategies.base import label, ordered
 from strategies.errors import one_line
 from strategies.options import environment
 from strategies.prepare import Preparation
