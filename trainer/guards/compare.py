@@ -126,7 +126,7 @@ class Comparison:
         """
         losses = losses.detach().flatten().cpu()
         if losses.numel():
-            self.keep("loss", {"loss": losses}, **loss_sizes(losses, slack * unit))
+            self.keep("loss", {"loss": losses}, **loss_sizes([losses], slack * unit))
         sizes, numbers = norms(gradients.values()), [one.numel() for one in gradients.values()]
         norm = sizes.norm()[None]
         self.keep(
@@ -219,11 +219,12 @@ def moved_since(starts: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> T
     return norms(apart_of(one, before) if _alike(before, one) else one for before, one in pairs)
 
 
-def loss_sizes(losses: Tensor, unit: float) -> dict[str, Tensor]:
-    """What differences of ``losses``, a vector, are relative to, and the least tolerance: ``unit``, and some roundings
+def loss_sizes(losses: Iterable[Tensor], unit: float) -> dict[str, Tensor]:
+    """``(losses,)``: what differences of each are relative to, and the least tolerance: ``unit``, and some roundings
     of 1. Cross entropy takes logarithms of numbers near 1, whose roundings do not shrink with the loss."""
-    epsilon = min(2 * SINGLE, torch.finfo(losses.dtype).eps)
-    sizes = norms([losses], of_finite=True).double().clamp(min=epsilon)
+    losses = list(losses)
+    epsilon = torch.tensor([min(2 * SINGLE, torch.finfo(one.dtype).eps) for one in losses]).double()
+    sizes = norms(losses, of_finite=True).double().maximum(epsilon)
     return {"sizes": sizes, "least": max(LOSS_FLOOR, unit) + ROUNDINGS * epsilon / sizes}
 
 

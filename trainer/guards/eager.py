@@ -80,7 +80,7 @@ class EagerSeen:
         """With this forward: its loss, and each buffer relative to how far it moved."""
         made, buffers = Comparison(multiple), self.left["buffers"]
         if "loss" in self.left:
-            made.keep("loss", self.left["loss"], **loss_sizes(self.left["loss"]["loss"], unit))
+            made.keep("loss", self.left["loss"], **loss_sizes(self.left["loss"].values(), unit))
         starts = [self.starts.get(name) for name in buffers]
         made.keep_stored("buffers", buffers, starts, max(TENSOR_FLOOR, 16 * unit))
         return made
@@ -177,9 +177,7 @@ def compare_evaluation(
             reasons.append(f"{step}: {why or 'not possible in another process'}")
             continue
         comparison = Comparison(multiple)
-        sizes = [loss_sizes(one.flatten().cpu(), unit) for one in reference.values()]
-        least, size = (torch.cat([one[part] for one in sizes]) for part in ("least", "sizes"))
-        comparison.keep("loss", reference, least=least, sizes=size)
+        comparison.keep("loss", reference, **loss_sizes(reference.values(), unit))
         apart = comparison.distances({"loss": seen})["loss"]
         snapshot.restore()  # a forward may have left gathered parameters in the place of those that train
         parameters = [one for one in loop.module.parameters() if one.is_floating_point()]

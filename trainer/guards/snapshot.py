@@ -43,9 +43,7 @@ OFFLOAD_SHARE = 0.1
 """Copies that take more than this share of the device's memory are kept on the host: the passes need the room."""
 
 _SKIPPED = {*vars(nn.Module()), *vars(L.LightningModule()), "_compiled_call_impl"} - {
-    "training",
-    "_parameters",
-    "_buffers",
+    *("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"),
     "_param_requires_grad_state",  # by toggle_optimizer, until its untoggle_optimizer
 }
 """Attributes of torch's and Lightning's base classes: hooks, the trainer, compiled calls. A step changes none."""
@@ -180,11 +178,7 @@ def _opened(value: Any, name: str, of_forward: bool) -> tuple[PutBack | None, li
     put_back: PutBack | None
     if isinstance(value, nn.Module):
         own = {attribute: one for attribute, one in vars(value).items() if attribute not in _SKIPPED}
-        parts = [vars(value).get(part) for part in ("_modules", "_forward_hooks", "_forward_pre_hooks")]
-        put = [_attributes_restorer(value, own), *(_entries_restorer(part) for part in parts if isinstance(part, dict))]
-        inside = _items(own, name)
-        inside += [(one, f"{name}.{child}") for child, one in value._modules.items() if one is not None]
-        return lambda: [each() for each in put], inside
+        return _attributes_restorer(value, own), _items(own, name)
     if isinstance(value, (*kinds(*_LIGHTNINGS), *_NOT_LOOKED_INTO)):
         return None, []
     if isinstance(value, dict):
@@ -213,6 +207,7 @@ def _opened(value: Any, name: str, of_forward: bool) -> tuple[PutBack | None, li
 
 
 def _items(items: Mapping[Any, Any], name: str) -> list[Held]:
+    name = name.removesuffix("._modules")
     return [
         # A tensor as a key, of an optimizer's state for instance, would be fetched and printed.
         (one, f"{name}.{key}" if isinstance(key, str | int) else name)

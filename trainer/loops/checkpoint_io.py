@@ -20,6 +20,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, empty
 
 from trainer.loops.processes import host_group
@@ -116,22 +117,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise OSError(refused.errno, refused.strerror, str(path)) from error
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Alike for tied weights, which are tensors of their own in a state dict."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
 def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """A copy that no later step changes, in host memory, with tied weights once."""
-    tensors: dict[int, Tensor] = {}
-    mapped(checkpoint, lambda _, tensor: tensor.is_meta or tensors.setdefault(id(tensor), tensor))
-    different = {_place(tensor): tensor for tensor in tensors.values()}
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    known: dict[int, Any] = {}
+
+    def copied(_: str, tensor: Tensor) -> None:
+        if tensor.is_meta:
+            return
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype  # tied ones are two in a state dict
+        if place not in copies:
+            empty = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            copies[place] = empty.copy_(tensor, non_blocking=True)
+        known[id(tensor)] = copies[place]
+
     with torch.no_grad():
-        copies = {
-            place: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
-            for place, tensor in different.items()
-        }
-    host = copy.deepcopy(checkpoint, {key: copies[_place(tensor)] for key, tensor in tensors.items()})
+        mapped(checkpoint, copied)
+    host = copy.deepcopy(checkpoint, known)
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
     return host
@@ -381,7 +383,9 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
             remove(new)
             new.mkdir(parents=True)
 
-    def finish() -> None:
+    def write(held: dict[str, Any], rest: dict[str, Any]) -> None:
+        with named(path):
+            save(held, storage_writer=FileSystemWriter(new), process_group=group)
         with _first_alone(group, path) as first:
             if first:
                 with written_whole(new / META, "wb") as file:
@@ -389,21 +393,11 @@ def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelPar
                 replace(path)
 
     if not writer.background:
-        with named(path):
-            save(tensors, storage_writer=FileSystemWriter(new), process_group=group)
-        finish()
+        write(tensors, rest)
         return
-    stager = DefaultStager(StagingOptions(*[False] * 4))  # copies before it returns
-    saved: Any = async_save(tensors, storage_writer=FileSystemWriter(new), process_group=group, async_stager=stager)
-    if strategy.is_global_zero:
-        rest = on_host(rest)
-
-    def written() -> None:
-        with contextlib.closing(stager), named(path):
-            saved.result()
-        finish()
-
-    writer.write_beside(written)
+    with contextlib.closing(DefaultStager(StagingOptions(*[False] * 4))) as stager:  # copies before it returns
+        host: Any = stager.stage(tensors)
+    writer.write_beside(partial(write, host, on_host(rest) if strategy.is_global_zero else rest))
 
 
 @contextlib.contextmanager

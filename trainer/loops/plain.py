@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,6 @@ from torch import Tensor, nn
 from strategies.loop import Inspect, RunMicroBatch, SkippedStep
 from trainer.loops.private import replace
 from trainer.loops.processes import OneProcess, evaluating
-
-
-@dataclass
-class Progress:
-    steps: int = 0
-    batches: int = 0
-
-
-class Watcher(Protocol):
-    """Who hears of each batch: ``trainer.loops.training.CompiledTraining``, for instance."""
-
-    def batch_begins(self, batch: Any) -> None: ...
-    def batch_ends(self, loss: Tensor | None, batch: Any) -> None: ...
 
 
 class PlainLoop(OneProcess):
@@ -64,16 +51,16 @@ class PlainLoop(OneProcess):
         self.precision, self.steps_planned, self._clip = precision, max_steps, clip
         self.directory, self.log_every_n_steps = directory, log_every_n_steps
         self.metrics: dict[str, Tensor] = {}
-        self._progress = Progress()
+        self._progress = SimpleNamespace(steps=0, batches=0)
         self._epoch = self._began = 0
         self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
         self._observers = []
 
-    def fit(self, loader: Iterable[Any], training: Watcher | None = None) -> Iterator[Tensor | None]:
+    def fit(self, loader: Iterable[Any], training: Any = None) -> Iterator[Tensor | None]:
         """Train on ``loader``, epoch after epoch up to ``max_steps``, one epoch without; yields the loss of each batch,
-        detached and divided by ``micro_batches``.
+        detached and divided by ``micro_batches``. Raises ValueError for a loader without batches.
 
-        ``training`` is called around each batch. Raises ValueError for a loader without batches.
+        ``training``, for instance a ``CompiledTraining``, hears of each: ``batch_begins``, ``batch_ends``.
         """
         self.module.train()
         for self._epoch in itertools.count():
@@ -96,9 +83,9 @@ class PlainLoop(OneProcess):
             if self.steps_planned is None:
                 return
 
-    def _fit_batch(self, batch: Any, training: Watcher | None) -> Tensor | None:
+    def _fit_batch(self, batch: Any, training: Any) -> Tensor | None:
         micro = PlainMicroBatch(self, batch, self._progress.batches)
-        loss = self._run(micro).get("loss")
+        loss: Tensor | None = self._run(micro).get("loss")
         self._progress.batches += 1
         if micro.ends:
             for schedule in self.schedulers:
@@ -122,7 +109,7 @@ class PlainLoop(OneProcess):
 
     @property
     def steps_done(self) -> int:
-        return self._progress.steps
+        return int(self._progress.steps)
 
     @property
     def position(self) -> tuple[int, int]:

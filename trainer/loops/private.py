@@ -203,21 +203,20 @@ class ManualSteps:
         """
         stepped: set[int] = set()
         returned: list[Tensor] = []
-        grown, news = [0], 0
+        grown, span = 0, Span()
         with self._backwards(inspect) if inspect is not None else contextlib.nullcontext():
             for number in range(MAX_BATCHES if self.span is None else self.span.batches):
                 counted, seen = self._trainer.global_step, len(stepped)
                 with apart():
                     returned += _numbers(self._training_step(batch, number, stepped))
-                grown.append(grown[-1] + (self._trainer.global_step > counted))
+                grown += self._trainer.global_step > counted
                 if len(stepped) > seen:
-                    news = number + 1
+                    span = Span(batches=number + 1, steps=max(1, grown))
                 if self.span is None and len(stepped) == len(self._trainer.optimizers):
                     break
         if not stepped and all(parameter.grad is None for parameter in self._trainer.lightning_module.parameters()):
             return None
-        if self.span is None:
-            self.span = Span(batches=max(1, news), steps=max(1, grown[max(1, news)]))
+        self.span = self.span or span
         return returned
 
     def _training_step(self, batch: Any, number: int, stepped: set[int]) -> dict[str, Any]:
