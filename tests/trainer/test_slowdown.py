@@ -183,6 +183,16 @@ def test_only_what_is_beyond_the_spread_is_slower(eager: list[float], compiled: 
     assert Sample(eager_seconds=eager, compiled_seconds=compiled).slower is slower
 
 
+def test_captured_steps_are_timed_beside_eager_without_parity_too(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="eager"), Captured()], warmup_steps=1, on_slower="eager", parity="off")
+    fit(Blocks(), tmp_path, [compile_], max_steps=400, max_epochs=-1)
+    record = compile_.record
+    assert record.report["captured"]["captured"] == ["whole step on 4x8 4x1"]
+    later = record.report["slowdown"]["on_later_batches"]
+    assert later, "a run of 400 steps is not too short"
+    assert all(one["replayed"] for one in later)
+
+
 class Decaying(Blocks):
     """Its rate changes in every step, and AdamW counts steps."""
 

@@ -124,6 +124,8 @@ class CompiledTraining:
         self._step_begins = True
         self._capture: StepCapture | None = None
         self._audits: Audits | None = None
+        self._taken = contextlib.ExitStack()
+        """What gives the loop its own steps back."""
         self._takeover: Takeover | None = None
         self._open, self._notes_logged = False, 0
         self._built: dict[str, nn.Module] = {}
@@ -264,8 +266,12 @@ class CompiledTraining:
             if self._guarding.parity != "off":
                 program.step.verifier = ReplayParity(self._guarding.parity, loop, program)
             self._capture = program.step.take_over(loop, program)
+            self._taken.callback(self._capture.release)
         self._guards = guards or Guards(self._guarding, loop, program, self.telemetry, self.record, **how)
-        if self._guarding.parity != "off":
+        if self._guarding.parity == "off":
+            if program.step is not None:
+                self._taken.callback(loop.around_micro_batches(self._guards.around_micro_batch))
+        else:
             from trainer.guards.audits import Audits
 
             assert self._pages is not None
@@ -279,6 +285,7 @@ class CompiledTraining:
                 unaudited=self._guards.around_micro_batch,
                 differs=self._differs,
             )
+            self._taken.callback(self._audits.release)
             self.record.audits = self._audits.facts
 
     def _differs(self, error: ParityError) -> None:
@@ -298,12 +305,8 @@ class CompiledTraining:
 
     def _release(self) -> None:
         """Give the loop its own steps back, in the opposite order."""
-        if self._audits is not None:
-            self._audits.release()
-            self._audits = None
-        if self._capture is not None:
-            self._capture.release()
-            self._capture = None
+        self._taken.close()
+        self._audits = self._capture = None
 
     # ---- the hot path ----------------------------------------------------------------------------------------------
 
