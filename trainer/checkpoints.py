@@ -59,7 +59,7 @@ class FiniteLosses:
         loop, telemetry = self._loop, self._training.telemetry
         if loop is None:
             return
-        found = telemetry.curves.look(everything=everything)
+        found = telemetry.meter.look(everything=everything)
         if found is None and everything and self._weights and (names := _spoilt(loop)):
             found = telemetry.last_step.place(f"weights are not finite after it: {', '.join(names[:3])}")
         if not loop.anywhere(found is not None):

@@ -124,7 +124,7 @@ def activity(telemetry: Telemetry) -> str:
 
 def figures_line(telemetry: Telemetry) -> str:
     """Speed and loss, as far as they are known."""
-    speed, loss = telemetry.curves.steps_per_second, telemetry.curves.last_loss
+    speed, loss = telemetry.meter.steps_per_second, telemetry.meter.last_loss
     parts = [] if speed is None else [f"{speed:.2f} steps/s"]
     return " · ".join(parts if loss is None else [*parts, f"loss {loss:.3f}"])
 

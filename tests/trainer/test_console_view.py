@@ -113,7 +113,7 @@ class FakeTelemetry(SimpleNamespace):
             phase="preflight",
             units=("step", "steps"),
             steps_done=0,
-            curves=SimpleNamespace(steps_per_second=None, last_loss=None),
+            meter=SimpleNamespace(steps_per_second=None, last_loss=None),
             compiler=compiler,
         )
 
@@ -137,7 +137,7 @@ def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: C
     telemetry: Any = FakeTelemetry()
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
         wait_until(console, "compiling")
-        telemetry.steps_done, telemetry.curves.steps_per_second, telemetry.curves.last_loss = 7, 12.5, 2.345
+        telemetry.steps_done, telemetry.meter.steps_per_second, telemetry.meter.last_loss = 7, 12.5, 2.345
         telemetry.compiler.compiling_seconds, telemetry.phase = None, "training"
         wait_until(console, "training")
     compiling, training = printed(console).splitlines()

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from tests.trainer.clock import Clock
-from trainer.telemetry.curves import Curves
 from trainer.telemetry.meter import (
     MAX_POINTS,
     Meter,
-    SeenShapes,
     Step,
     StepClock,
     Totals,
@@ -22,6 +20,7 @@ from trainer.telemetry.meter import (
     shape_of,
 )
 from trainer.telemetry.record import Rates, RunRecord
+from trainer.telemetry.telemetry import SeenShapes
 
 
 def step(number: int, seconds: float = 0.1, *, compiled: bool = False, **counts: int | None) -> Step:
@@ -152,12 +151,12 @@ def test_progress_holds_the_first_and_the_last_step_and_not_too_many(steps: int)
 
 
 def test_a_curve_of_losses_is_of_all_steps_and_not_too_long() -> None:
-    curves = Curves(Meter(warmup_steps=0))
-    assert curves.loss_points() == []
-    curves.losses = [(5, 2.0, 5), (7, 1.0, 2)]
-    assert curves.loss_points() == [[5, 2.0], [7, 1.0]]
-    curves.losses = [(10 * (place + 1), float(place), 10) for place in range(MAX_POINTS + 1)]
-    points = curves.loss_points()
+    meter = Meter(warmup_steps=0)
+    assert meter.loss_points() == []
+    meter.losses = [(5, 2.0, 5), (7, 1.0, 2)]
+    assert meter.loss_points() == [[5, 2.0], [7, 1.0]]
+    meter.losses = [(10 * (place + 1), float(place), 10) for place in range(MAX_POINTS + 1)]
+    points = meter.loss_points()
     assert (points[0], points[-1], len(points)) == ([20, 0.5], [10 * (MAX_POINTS + 1), 256.0], 129)
 
 

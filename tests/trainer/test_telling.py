@@ -129,7 +129,7 @@ def test_a_live_display_lets_the_line_through() -> None:
         phase="training",
         compiler=compiler,
         steps_done=1,
-        curves=SimpleNamespace(steps_per_second=None, last_loss=None),
+        meter=SimpleNamespace(steps_per_second=None, last_loss=None),
         units=("step", "steps"),
     )
     with ProgressView(console, style="live", total=3, telemetry=lambda: telemetry):

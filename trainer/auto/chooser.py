@@ -263,7 +263,7 @@ class Chooser:
 
     def _timed(self, arm: Arm) -> bool:
         """Fill in what ``arm`` takes; False where more steps have to be timed. The same on all processes."""
-        self._telemetry.curves.time_steps()
+        self._telemetry.meter.time_steps()
         steady = [
             (step, shape, ahead)
             for step, shape, ahead in self._steps[SETTLE_STEPS:]

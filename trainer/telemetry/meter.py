@@ -1,5 +1,7 @@
 """The meter: times optimizer steps, sorts them into warm-up and steady state, and turns the steady ones into rates.
 
+A window is the steps between two points of a curve. Its losses travel to the host while the next one is filled.
+
 A step is steady when it comes after the first ``warmup_steps``, nothing was compiled or captured during it, and its
 batches have shapes that were there before. (Libraries plan, and allocators ask for memory, once for each: cuDNN's
 attention takes 0.4 s.) Both kinds are kept: the steady ones make the throughput, the others ``warmup_seconds``.
@@ -13,24 +15,26 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 
 from trainer.telemetry.machine import now
-from trainer.telemetry.record import Rates, RunRecord
+from trainer.telemetry.record import Peak, Rates, RunRecord
 
 MAX_POINTS = 256
 """Of a run's progress; of more, every second is left out."""
-MAX_SHAPES = 10_000
-"""Shapes remembered; a run with more has no shape that is worth a report."""
-FEW_SHAPES, MAX_NEW = 16, 4
-"""Shapes, and new ones for each batch of one that was seen, from which on a new shape is the rule."""
 MAX_TENSORS = 8
 """Tensors of a batch that are looked at."""
+GROUPS = {
+    "steady_steps_per_second": "speed/steps_per_second",
+    "useful_tokens_per_second": "speed/useful_tokens_per_second",
+}
+"""Keys of the rates that come first on TensorBoard's page; the others are in ``usage/``, by their names."""
 
 Counts = tuple[int | None, int | None, int | None, int | None]
 """Samples, token positions, useful tokens, and forward and backward operations; None for what is unknown."""
@@ -38,6 +42,8 @@ NonFinite = tuple[int, str]
 """A step, and where and how its loss or weights were not finite."""
 Lap = tuple[Any, Any]
 """Two points in time, as ``StepClock`` marks them."""
+Points = dict[str, float | None]
+"""Of the curves, by their keys."""
 
 
 @dataclass(slots=True)
@@ -69,7 +75,6 @@ class Step:
     """Of all its micro-batches; None where nobody counts."""
     seconds: float = 0.0
     """Duration, set when it is timed."""
-    timed: bool = False
     waited_seconds: float | None = None
     """Lost to waiting for batches, set when it is timed; None when it asked for none."""
     losses: list[Any] = field(default_factory=list)
@@ -131,10 +136,14 @@ class Totals:
 
 
 class Meter:
-    """Collects timed steps of one run."""
+    """The steps of one run. Each window is read while the next one is being filled."""
 
     def __init__(self, *, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
+        self._steps: list[Step] = []
+        """Of the open window."""
+        self._sent: deque[tuple[list[Step], torch.Tensor | None, torch.cuda.Event | None]] = deque()
+        """Of each closed window its losses, in host memory once the event has happened."""
         self._timed = 0
         self.ended = 0
         """Steps that are over; their times are read later."""
@@ -144,6 +153,15 @@ class Meter:
         self._new_shapes = array("d")
         """Seconds of steps that nothing but a new shape keeps from being steady."""
         self.steady = Totals()
+        self.losses: list[tuple[int, float, int]] = []
+        """Of each window read back: its last step, the mean loss of its steps, and their number."""
+        self.nonfinite: NonFinite | None = None
+        """The first step, of those read so far, whose loss was not a finite number."""
+        self.steps_per_second: float | None = None
+        """Of the newest window with a steady step; the progress view reads it from another thread."""
+
+    def begin(self, clock: StepClock, peak: Peak) -> None:
+        self._clock, self._peak = clock, peak
 
     @property
     def warm(self) -> bool:
@@ -153,6 +171,16 @@ class Meter:
     def median_seconds(self) -> float | None:
         """Of the steady steps; None while there is none."""
         return statistics.median(self.steady.seconds) if self.steady.seconds else None
+
+    @property
+    def last_loss(self) -> float | None:
+        """Mean loss of the newest window read back."""
+        return self.losses[-1][1] if self.losses else None
+
+    def end(self, step: Step) -> None:
+        """``step`` is over; it belongs to the open window."""
+        self._steps.append(step)
+        self.ended += 1
 
     def add(self, step: Step) -> bool:
         """Add a timed step; returns whether it is steady."""
@@ -190,15 +218,86 @@ class Meter:
         record.steady_step_seconds_median = self.median_seconds
         record.steady_step_seconds_p95 = percentile(seconds, 0.95)
 
+    def read(self, *, everything: bool) -> Iterator[tuple[int, Points]]:
+        """Close the open window and send its losses to the host; last step and points of the windows before, oldest
+        first, whose losses have arrived, of all but the newest or of ``everything``."""
+        if self._steps:
+            sent, copied = _stacked(self._steps), None
+            if sent is not None and sent.is_cuda:
+                host = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+                sent, copied = host.copy_(sent, non_blocking=True), torch.cuda.Event()
+                copied.record()
+            self._sent.append((self._steps, sent, copied))
+            self._steps = []
+        while self._sent:
+            steps, sent, copied = self._sent[0]
+            if copied is not None:
+                if not (everything or len(self._sent) > 1 or copied.query()):
+                    return
+                copied.synchronize()
+            self._sent.popleft()
+            yield steps[-1].number, self._read(steps, sent)
 
-def first_nonfinite(steps: Sequence[Step], losses: Sequence[float]) -> NonFinite | None:
-    """The first step of which one of its ``losses``, those of all micro-batches in order, is not a finite number."""
-    values = iter(losses)
-    for step in steps:
-        for micro_batch, loss in enumerate(islice(values, len(step.losses))):
-            if not math.isfinite(loss):
-                return step.place(f"the loss is {loss}", micro_batch)
-    return None
+    def _read(self, steps: list[Step], sent: torch.Tensor | None) -> Points:
+        totals = Totals()
+        for step in steps:
+            self._clock.read(step)
+            if self.add(step):
+                totals.add(step)
+        if sent is not None:
+            self.losses.append((steps[-1].number, sum(sent.tolist()) / len(steps), len(steps)))
+        self._find_nonfinite(steps, sent)
+        rates = totals.rates()
+        self.steps_per_second = rates.steady_steps_per_second or self.steps_per_second
+        datasheet, measured = self._peak.utilization(rates.teraflops_per_second)
+        milliseconds = [seconds * 1e3 for seconds in totals.seconds]
+        return {
+            "train/loss": self.last_loss,
+            **{GROUPS.get(name, f"usage/{name}"): rate for name, rate in asdict(rates).items()},
+            "usage/model_flops_utilization": datasheet,
+            "usage/model_flops_utilization_measured_peak": measured,
+            "usage/step_milliseconds_median": percentile(milliseconds, 0.5),
+            "usage/step_milliseconds_p95": percentile(milliseconds, 0.95),
+        }
+
+    def time_steps(self) -> None:
+        """Read the clocks of all steps so far, whose windows stay as they are; waits for the device."""
+        for step in self._unread():
+            self._clock.read(step)
+
+    def look(self, *, everything: bool) -> NonFinite | None:
+        """The first step whose loss was not finite, of those read so far; of ``everything``, waiting for the device."""
+        if everything:
+            steps = self._unread()
+            self._find_nonfinite(steps, _stacked(steps))
+        return self.nonfinite
+
+    def _unread(self) -> list[Step]:
+        return [*(step for steps, _, _ in self._sent for step in steps), *self._steps]
+
+    def _find_nonfinite(self, steps: Sequence[Step], losses: torch.Tensor | None) -> None:
+        """Look at ``losses``, those of all micro-batches of ``steps`` in order."""
+        values = iter([] if losses is None else losses.tolist())
+        for step in steps:
+            for micro_batch, loss in enumerate(islice(values, len(step.losses))):
+                if self.nonfinite is None and not math.isfinite(loss):
+                    self.nonfinite = step.place(f"the loss is {loss}", micro_batch)
+
+    def loss_points(self) -> list[list[float]]:
+        """Pairs of a step and the mean loss up to it: of each window, in longer runs of two together, of four, ..."""
+        every = thinned(len(self.losses))
+        together = [self.losses[place : place + every] for place in range(0, len(self.losses), every)]
+        points = [[each[-1][0], sum(loss * n for _, loss, n in each) / sum(n for *_, n in each)] for each in together]
+        return [point for point in points if math.isfinite(point[1])]
+
+
+def _stacked(steps: Sequence[Step]) -> torch.Tensor | None:
+    """Losses in single precision or better: half of it may be infinite for what double precision holds."""
+    losses = [loss for step in steps for loss in step.losses]
+    if not losses:
+        return None
+    stacked = torch.stack(losses)
+    return stacked if stacked.dtype == torch.float64 else stacked.float()
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -270,37 +369,19 @@ class StepClock:
 
     def read(self, step: Step) -> None:
         """Time ``step``, once; steps are read in their order. Waits for the device where it is not yet that far."""
-        if step.timed:
+        if not step.laps:
             return
         step.seconds = sum(self._seconds(*lap) for lap in step.laps)
         if step.fetches:
             step.waited_seconds = sum(self._seconds(*fetch) for fetch in step.fetches)
         self.ends.append(self._seconds(self._first, step.laps[-1][1]))
-        step.timed, step.laps, step.fetches = True, [], []
+        step.laps, step.fetches = [], []
 
     def _seconds(self, began: Any, ended: Any) -> float:
         if not self._on_cuda:
             return float(ended - began)
         ended.synchronize()
         return float(began.elapsed_time(ended) / 1e3)
-
-
-class SeenShapes:
-    """Tells batches of a new shape from those whose like has been."""
-
-    def __init__(self) -> None:
-        self._seen: set[Any] = set()
-        self._again = 0
-
-    def unsettled(self, batch: Any) -> bool:
-        """Whether its shapes are new although others come again, so that it costs once what a steady step does not. Not
-        for the very first, which the warm-up leaves out, nor where most batches have a shape of their own."""
-        shape = shape_of(batch)
-        if shape in self._seen or len(self._seen) >= MAX_SHAPES:
-            self._again += 1
-            return False
-        self._seen.add(shape)
-        return 1 < len(self._seen) <= FEW_SHAPES + MAX_NEW * self._again
 
 
 def shape_of(batch: Any) -> tuple[Any, ...]:

@@ -22,11 +22,10 @@ from strategies import Program
 from strategies.loop import Loop, gathered
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import CompilerMonitor, EventReporter
-from trainer.telemetry.curves import Curves, Points
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
-from trainer.telemetry.meter import Counts, Meter, SeenShapes, Step, StepClock
+from trainer.telemetry.meter import Counts, Meter, Points, Step, StepClock, shape_of
 from trainer.telemetry.profile import StepProfiler, with_idle_share
 from trainer.telemetry.record import CompilerFigures, RankFigures, Rates, RunRecord
 from trainer.telemetry.tensorboard import TensorBoardPages
@@ -35,6 +34,10 @@ BatchCounter = Callable[[Any], Counts]
 """What a batch holds."""
 COMPILER_POINTS = ("compile_seconds", "graphs", "graph_breaks", "recompiles", "cache_hits", "cache_misses")
 """Figures of the compiler that TensorBoard shows while a run lasts."""
+MAX_SHAPES = 10_000
+"""Shapes remembered; a run with more has no shape that is worth a report."""
+FEW_SHAPES, MAX_NEW = 16, 4
+"""Shapes, and new ones for each batch of one that was seen, from which on a new shape is the rule."""
 
 
 def added_up(mine: Rates, everywhere: Sequence[Rates]) -> Rates:
@@ -42,6 +45,24 @@ def added_up(mine: Rates, everywhere: Sequence[Rates]) -> Rates:
     names = ("samples_per_second", "tokens_per_second", "useful_tokens_per_second")
     rates = {name: [getattr(each, name) for each in everywhere] for name in names}
     return dataclasses.replace(mine, **{name: None if None in each else sum(each) for name, each in rates.items()})
+
+
+class SeenShapes:
+    """Tells batches of a new shape from those whose like has been."""
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+        self._again = 0
+
+    def unsettled(self, batch: Any) -> bool:
+        """Whether its shapes are new although others come again, so that it costs once what a steady step does not. Not
+        for the very first, which the warm-up leaves out, nor where most batches have a shape of their own."""
+        shape = shape_of(batch)
+        if shape in self._seen or len(self._seen) >= MAX_SHAPES:
+            self._again += 1
+            return False
+        self._seen.add(shape)
+        return 1 < len(self._seen) <= FEW_SHAPES + MAX_NEW * self._again
 
 
 class Telemetry:
@@ -66,8 +87,6 @@ class Telemetry:
         self.audit_seconds = 0.0
         self._profile = profile
         self._profiler: StepProfiler | None = None
-        self.curves = Curves(self.meter)
-        """The progress view reads its newest loss and speed from another thread."""
         self._after: str | None = None
         self._paused, self._paused_at = True, 0.0
         self._began_seconds: float | None = None
@@ -86,7 +105,7 @@ class Telemetry:
         hardware.count_peak_from(self._device, 0)
         self._every = loop.log_every_n_steps
         self._unwatch_fetches = loop.around_fetch(self._clock.fetch_begins, self._clock.fetch_ends)
-        self.curves.begin(self._clock, self._peak)
+        self.meter.begin(self._clock, self._peak)
         if self._profile:
             self._profiler = StepProfiler(self._device, Path(loop.directory) if loop.is_first_process else None)
         self.steps_done = loop.steps_done
@@ -167,7 +186,7 @@ class Telemetry:
         self._clock.lap(step)
         self.steps_done = done
         was_warm = self.meter.warm
-        self.meter.ended += 1
+        self.meter.end(step)
         if self.compiler.compilations != self._compilations:
             step.compiled = True
             self._collect(warm=was_warm)
@@ -178,7 +197,6 @@ class Telemetry:
             self._energy.step((step.counts and step.counts[0]) or 0)
         if self.meter.warm and not was_warm:
             self._machine.begin()
-        self.curves.add(step)
         self.last_step = step
         self._begin_step()
         if done % self._every == 0:
@@ -236,7 +254,7 @@ class Telemetry:
         """Send the open window's losses to the host and write the windows that have arrived."""
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
         self._machine.look()
-        for number, points in self.curves.read(everything=everything):
+        for number, points in self.meter.read(everything=everything):
             if self._pages is None:
                 continue
             rate = self._learning_rate
@@ -315,9 +333,9 @@ class Telemetry:
             if self._began_seconds is not None:
                 record.progress = self._clock.progress(self._began_seconds)
         record.pause_seconds = self.pause_seconds
-        if (loss := self.curves.last_loss) is not None:
+        if (loss := self.meter.last_loss) is not None:
             record.final_loss = loss if math.isfinite(loss) else None
-        record.losses = self.curves.loss_points()
+        record.losses = self.meter.loss_points()
         record.final_metrics = finite({name: float(value) for name, value in self._loop.metrics.items()})
         compiles = self.compiler.compilations > 0
         if program is not None:
