@@ -59,33 +59,11 @@ def written_whole(target: Path, mode: str) -> Iterator[IO[Any]]:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(target: Path, values: Any, **options: Any) -> Path:
-    """Write ``values`` whole to ``target``; what JSON has no word for is null."""
-    with written_whole(target, "w") as file:
-        json.dump(finite(values), file, indent=1, allow_nan=False, **options)
-    return target
-
-
-def read_json(file: Path, what: str) -> dict[str, Any]:
-    """The JSON object in ``file``, without control characters. Raises ValueError, naming it, unless it is ``what``."""
-    try:
-        values = printable(json.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from error
-    except RecursionError as error:
-        raise ValueError(f"{file}: not {what} (it is nested too deeply)") from error
-    except ValueError as error:  # also bytes that are not UTF-8
-        raise ValueError(f"{file}: not {what} ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: not {what} (the whole is {_name(values)}, not an object)")
-    return values
-
-
 def build(kind: type[Made], values: Any, path: str = "") -> Made:
     """A ``kind``, which is a dataclass, from a JSON object. Raises TypeError that names the first value that does not
     fit (``events[3].reason``), or what is missing; what a ``kind`` has no field for is left out."""
     if not isinstance(values, dict):
-        raise TypeError(f"{path} is {_name(values)}, not an object")
+        raise TypeError(f"{path} is {type_name(values)}, not an object")
     hints = _hints(kind)  # type: ignore[arg-type]
     prefix = f"{path}." if path else ""
     return kind(**{name: _value(hints[name], values[name], f"{prefix}{name}") for name in values if name in hints})
@@ -112,11 +90,11 @@ def _value(hint: Any, given: Any, path: str) -> Any:
         raise TypeError(f"{path} is out of range")
     kinds = (int, float) if hint is float else hint
     if origin is not None or not isinstance(given, kinds) or (isinstance(given, bool) and hint is not bool):
-        raise TypeError(f"{path} is {_name(given)}, not {hint.__name__}")
+        raise TypeError(f"{path} is {type_name(given)}, not {hint.__name__}")
     return given
 
 
-def _name(value: Any) -> str:
+def type_name(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 

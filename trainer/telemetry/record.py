@@ -6,13 +6,14 @@ Absent figures are ``None``, never 0 and never a guess. This module imports neit
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.telemetry.files import build, read_json, write_json
+from trainer.telemetry.files import build, finite, printable, type_name, written_whole
 from trainer.telemetry.machine import MachineFacts
 
 FILE_NAME = "record.json"
@@ -382,19 +383,31 @@ class RunRecord(CompilerFigures, Rates, Peak):
         # Not above: the command line plans a sweep first, and then makes sure that this package is ours.
         from strategies.errors import without_credentials
 
-        values = {"task": self.task, **dataclasses.asdict(self)}  # what ran comes first in the file
-        return write_json(Path(directory) / FILE_NAME, without_credentials(values), default=str)
+        values = finite({"task": self.task, **dataclasses.asdict(self)})  # what ran comes first in the file
+        file = Path(directory) / FILE_NAME
+        with written_whole(file, "w") as out:
+            json.dump(without_credentials(values), out, indent=1, allow_nan=False, default=str)
+        return file
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:
         """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
         file = path / FILE_NAME if path.is_dir() else path
-        return cls.of(read_json(file, "a run record"), file)
+        try:
+            return cls.of(file.read_bytes(), file)
+        except OSError as error:
+            raise ValueError(f"{file}: {error.strerror}") from error
 
     @classmethod
-    def of(cls, values: Any, file: Path | str) -> RunRecord:
-        """A record from what ``file`` holds of it. Raises ValueError, naming the file, when it is not one of ours."""
+    def of(cls, text: str | bytes, file: Path) -> RunRecord:
+        """A record from the JSON that ``file`` holds of it, without control characters.
+
+        Raises ValueError, naming the file and the first value that does not fit, when it is not one of ours.
+        """
         try:
+            values = printable(json.loads(text if isinstance(text, str) else text.decode("utf-8")))
+            if not isinstance(values, dict):
+                raise TypeError(f"the whole is {type_name(values)}, not an object")
             if values["schema"] != SCHEMA:
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
             if (run := values.get("run", "train")) != "train":
@@ -402,6 +415,8 @@ class RunRecord(CompilerFigures, Rates, Peak):
             record = build(cls, values)
             if not all(isinstance(strategy.get("name"), str) for strategy in record.strategies):
                 raise TypeError("a strategy has no name")
-        except (KeyError, TypeError) as error:
+        except RecursionError as error:
+            raise ValueError(f"{file}: not a run record (it is nested too deeply)") from error
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{file}: not a run record ({error})") from error
         return record
