@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from trainer.report.runs import Run
 from trainer.sweep.launcher import summarize
@@ -16,7 +19,10 @@ def record(label: str, **figures: Any) -> RunRecord:
 
 def summary(records: list[RunRecord], directory: Path, *, planned: int | None = None) -> list[str]:
     runs = [Run(directory, one) for one in records]
-    return summarize(runs, planned=planned or len(runs), sweep_dir=directory, width=200).splitlines()
+    console = Console(file=io.StringIO(), width=200)
+    summarize(runs, planned=planned or len(runs), sweep_dir=directory, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 def row_of(lines: list[str], name: str) -> list[str]:

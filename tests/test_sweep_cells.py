@@ -57,17 +57,19 @@ def test_every_cell_starts_from_empty_caches_of_its_own_but_for_the_store_of_cac
     cells.fails = lambda cell: cell.record.label == "eager"
     assert command_line(*SWEEP, "compile=eager,regional,cached") == 1
     assert len({cell.caches for cell in cells.ran}) == 3
-    assert [(cell.record.label, cell.start) for cell in cells.ran] == [
+    assert [(cell.record.label, cell.record.start) for cell in cells.ran] == [
         ("eager", "cold"),
         ("regional", "cold"),
         ("cached", None),
     ]
     for cell in cells.ran:
-        assert ("repeat=cold" in cell.command) == (cell.start == "cold"), "so that its record says how it started"
+        assert ("repeat=cold" in cell.command) == (cell.record.start == "cold"), (
+            "so that its record says how it started"
+        )
     assert not list(Path("sweep/caches").iterdir()), "of a failed cell without a pair, too"
     cells.ran.clear()
     assert command_line("-m", "sweep=shared", "compile=regional", "hydra.launcher.caches=shared") == 0
-    assert [(cell.caches, cell.start) for cell in cells.ran] == [(None, None)]
+    assert [(cell.caches, cell.record.start) for cell in cells.ran] == [(None, None)]
 
 
 def test_arms_take_turns_within_a_seed(command_line: Any, cells: InstantCells) -> None:
@@ -76,7 +78,7 @@ def test_arms_take_turns_within_a_seed(command_line: Any, cells: InstantCells) -
 
 
 def test_a_warm_cell_whose_cold_twin_failed_is_not_run_and_says_so(command_line: Any, cells: InstantCells) -> None:
-    cells.fails = lambda cell: cell.start == "cold" and cell.record.label == "whole"
+    cells.fails = lambda cell: cell.record.start == "cold" and cell.record.label == "whole"
     assert command_line(*SWEEP, "compile=whole,eager", "repeat=cold,warm") == 1
     assert cells.titles == ["compile=whole repeat=cold", "compile=eager repeat=cold", "compile=eager repeat=warm"]
     record = json.loads(Path("sweep/1-compile=whole,repeat=warm/record.json").read_text())
@@ -115,7 +117,7 @@ def test_a_sweep_gone_on_with_takes_further_cells(
 
 
 def test_a_cold_cell_runs_again_for_its_warm_twin(command_line: Any, cells: InstantCells) -> None:
-    cells.fails = lambda cell: cell.start == "warm"
+    cells.fails = lambda cell: cell.record.start == "warm"
     assert command_line(*SWEEP, "repeat=cold,warm") == 1
     assert not list(Path("sweep/caches").iterdir())
     cells.ran.clear()

@@ -28,7 +28,7 @@ from trainer.telemetry.record import RunRecord
 def planned(text: str) -> PlannedCell:
     ((overrides, arm),) = with_arms(text.split(), [])
     start = next((word.partition("=")[2] for word in overrides if word.startswith("repeat=")), None)
-    return PlannedCell(overrides=overrides, arm=arm, start=start, job=0, record=RunRecord(task="toy"))
+    return PlannedCell(overrides=overrides, arm=arm, job=0, record=RunRecord(task="toy", start=start))
 
 
 def texts(cells: list[PlannedCell]) -> list[str]:
@@ -38,7 +38,7 @@ def texts(cells: list[PlannedCell]) -> list[str]:
 def test_a_cold_cell_comes_right_before_its_warm_twin_however_they_were_asked_for() -> None:
     cells = [planned(f"repeat={start} compile={arm}") for start in ("warm", "cold") for arm in ("a", "b")]
     ordered = in_order(cells, rounds=1)
-    assert [(cell.arm, cell.start) for cell in ordered] == [
+    assert [(cell.arm, cell.record.start) for cell in ordered] == [
         ((f"compile={arm}",), start) for arm in ("a", "b") for start in ("cold", "warm")
     ]
 
@@ -51,8 +51,8 @@ def test_arms_take_turns_within_each_seed() -> None:
 
 def test_every_cell_has_a_turn_in_each_round() -> None:
     ordered = in_order([planned("compile=a"), planned("compile=b")], rounds=3)
-    assert [(cell.arm[0][-1], cell.round, cell.record.round) for cell in ordered] == [
-        (arm, number, number) for number in (1, 2, 3) for arm in "ab"
+    assert [(cell.arm[0][-1], cell.record.round) for cell in ordered] == [
+        (arm, number) for number in (1, 2, 3) for arm in "ab"
     ]
     name_by_difference(ordered)
     assert ordered[-1].title == "compile=b round=3"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import itertools
 import math
 import os
@@ -101,9 +100,8 @@ class IsolatedLauncher(Launcher):
             command = plan.again(sys.argv[1:], directory)
             cells = self._cells(job_overrides, directory)
             run_cells(cells, signals, self._console.print)
-        width = shutil.get_terminal_size().columns
         runs = [Run(cell.directory, cell.record) for cell in cells if cell.exit_code is not None]
-        self._console.print(summarize(runs, planned=len(cells), sweep_dir=directory, width=width))
+        summarize(runs, planned=len(cells), sweep_dir=directory, console=Console(highlight=False))
         if signals:
             self._console.print(f"continue with: {command}")
             sys.exit(128 + signals[-1])
@@ -146,7 +144,7 @@ class IsolatedLauncher(Launcher):
         numbers = itertools.count(max(map(plan.number_of, directory.iterdir()), default=-1) + 1)
         caches: dict[tuple[object, ...], Path] = {}
         for cell in cells:
-            folders = before.get((*cell.record.command, cell.round), [])
+            folders = before.get((*cell.record.command, cell.record.round), [])
             number = plan.number_of(folders[0]) if folders else next(numbers)
             config = self._composed[cell.overrides]
             with open_dict(config):
@@ -155,7 +153,9 @@ class IsolatedLauncher(Launcher):
                 config.hydra.job.override_dirname = plan.directory_name(cell.chosen)
             cell.directory = folders.pop(0) if folders else directory / config.hydra.sweep.subdir
             cell.command = self._command(cell, config)
-            if options.caches == "own" or cell.start is not None:  # the cold and the warm one of a pair share them
+            if (
+                options.caches == "own" or cell.record.start is not None
+            ):  # the cold and the warm one of a pair share them
                 cell.caches = caches.setdefault(cell.pair, directory / CACHES_DIRECTORY / cell.directory.name)
         return cells
 
@@ -168,7 +168,7 @@ class IsolatedLauncher(Launcher):
         bare = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         record = described(to_config(bare), words)
         record.start = start
-        return PlannedCell(overrides=overrides, arm=arm, words=words, job=job, start=start, record=record)
+        return PlannedCell(overrides=overrides, arm=arm, words=words, job=job, record=record)
 
     def _command(self, cell: PlannedCell, config: DictConfig) -> list[str]:
         devices = config.trainer.devices or 1
@@ -211,7 +211,7 @@ def run_cells(cells: Sequence[PlannedCell], signals: Sequence[int], log: Callabl
         if cell.exit_code is not None:
             continue
         name, began = f"[{number}/{len(cells)}] {cell.title}", time.monotonic()
-        if cell.start == "warm" and (cold := _cold(cells, cell)).exit_code != 0:
+        if cell.record.start == "warm" and (cold := _cold(cells, cell)).exit_code != 0:
             cell.record.status, cell.record.reason = "failed", f"not run: its cold cell {cold.record.status}"
             cell.record.save(cell.directory)
             cell.exit_code = 1
@@ -232,7 +232,7 @@ def _look_back(cells: Sequence[PlannedCell], log: Callable[[str], None]) -> None
     records = {cell.directory: loaded(cell.directory) for cell in cells}
     finished = {place: record for place, record in records.items() if record and record.status == "finished"}
     for cell in cells:
-        if cell.start == "warm" and cell.directory not in finished:
+        if cell.record.start == "warm" and cell.directory not in finished:
             cold = _cold(cells, cell)
             if finished.pop(cold.directory, None) is not None:
                 log(f"runs again, because {cell.title} needs its compile caches: {cold.title}")
@@ -245,7 +245,7 @@ def _look_back(cells: Sequence[PlannedCell], log: Callable[[str], None]) -> None
 
 
 def _cold(cells: Sequence[PlannedCell], warm: PlannedCell) -> PlannedCell:
-    return next(each for each in cells if each.pair == warm.pair and each.start == "cold")
+    return next(each for each in cells if each.pair == warm.pair and each.record.start == "cold")
 
 
 def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
@@ -255,11 +255,11 @@ def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
     """
     set_aside(cell.directory)
     cell.directory.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid()), ROUND_VARIABLE: str(cell.round or "")}
+    environment = {**os.environ, SWEEP_VARIABLE: str(os.getpid()), ROUND_VARIABLE: str(cell.record.round or "")}
     if cell.caches is not None:
-        if cell.start != "warm":
+        if cell.record.start != "warm":
             shutil.rmtree(cell.caches, ignore_errors=True)
-        environment |= cache_variables(cell.caches.resolve(), store=cell.start is not None)
+        environment |= cache_variables(cell.caches.resolve(), store=cell.record.start is not None)
     with (cell.directory / OUTPUT_NAME).open("ab") as output:
         # A process group of its own: Ctrl-C in the terminal reaches it once, through the sweep, and what it leaves
         # behind when it is killed can be killed with it.
@@ -336,13 +336,12 @@ def set_aside(directory: Path) -> None:
     directory.rename(target)
 
 
-def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, width: int) -> str:
-    """The comparison of a sweep's runs as text, with the reasons of those that did not finish, and how to see more."""
-    out = io.StringIO()
+def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, console: Console) -> None:
+    """Print the comparison of a sweep's runs, with the reasons of those that did not finish, and how to see more."""
     if runs:
-        tables.show(compare_runs(runs), Console(file=out, width=width, highlight=False, color_system=None))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        tables.show(compare_runs(runs), console)
     if len(runs) < planned:
-        lines.append(f"stopped after {len(runs)} of {planned} cells")
+        console.print(f"stopped after {len(runs)} of {planned} cells")
     folder = shlex.quote(str(sweep_dir))
-    return "\n".join([*lines, f"python -m scripts.compare {folder}", f"tensorboard --logdir {folder}"])
+    for command in (f"python -m scripts.compare {folder}", f"tensorboard --logdir {folder}"):
+        console.print(command, markup=False, soft_wrap=True)

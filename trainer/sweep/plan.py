@@ -46,10 +46,8 @@ class PlannedCell:
     job: int
     """Index of the sweeper's job that it belongs to; arms and rounds make several cells of one job."""
     record: RunRecord
-    """As far as the configuration tells it, until the cell has ended: then as its process left it, if it left one."""
-    start: str | None = None
-    """``cold`` or ``warm``, see ``Config.repeat``; None where a store or the machine's caches decide."""
-    round: int | None = None
+    """As far as the configuration tells it, with its start and round, until the cell has ended: then as its process
+    left it, if it left one."""
     exit_code: int | None = None
     """Of its process, negative when a signal killed it; None until it has ended."""
     chosen: list[str] = field(default_factory=list)
@@ -71,7 +69,7 @@ class PlannedCell:
     @property
     def pair(self) -> tuple[object, ...]:
         """What a cold cell and the warm one after it have in common, and no other cell."""
-        return (self.shared, self.arm, self.round)
+        return (self.shared, self.arm, self.record.round)
 
 
 def quoted(value: object) -> str:
@@ -96,22 +94,22 @@ def in_order(cells: Sequence[PlannedCell], *, rounds: int) -> list[PlannedCell]:
 
     Raises ValueError for a warm cell without a cold one.
     """
-    cold = {cell.pair for cell in cells if cell.start == "cold"}
+    cold = {cell.pair for cell in cells if cell.record.start == "cold"}
     for cell in cells:
-        if cell.start == "warm" and cell.pair not in cold:
+        if cell.record.start == "warm" and cell.pair not in cold:
             what = " ".join((*cell.shared, *cell.arm)) or "this cell"
             raise ValueError(f"repeat='warm' of {what} has no cold cell in this sweep; use repeat=cold,warm")
     workloads = list(dict.fromkeys(cell.shared for cell in cells))
     pairs = list(dict.fromkeys(cell.pair for cell in cells))
 
     def place(cell: PlannedCell) -> tuple[int, int, int]:
-        return workloads.index(cell.shared), pairs.index(cell.pair), STARTS.index(cell.start)
+        return workloads.index(cell.shared), pairs.index(cell.pair), STARTS.index(cell.record.start)
 
     ordered = sorted(cells, key=place)
     if rounds == 1:
         return ordered
     return [
-        dataclasses.replace(cell, round=number, record=dataclasses.replace(cell.record, round=number))
+        dataclasses.replace(cell, record=dataclasses.replace(cell.record, round=number))
         for number in range(1, rounds + 1)
         for cell in ordered
     ]
@@ -123,8 +121,8 @@ def name_by_difference(cells: Sequence[PlannedCell]) -> None:
     shared = set() if len(kinds) == 1 else set(cells[0].overrides).intersection(*kinds)
     for cell in cells:
         cell.chosen = [override for override in cell.overrides if override not in shared]
-        if cell.round is not None:
-            cell.chosen.append(f"round={cell.round}")
+        if cell.record.round is not None:
+            cell.chosen.append(f"round={cell.record.round}")
 
 
 def directory_name(chosen: Sequence[str]) -> str:

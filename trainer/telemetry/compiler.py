@@ -86,8 +86,8 @@ class CompilerMonitor:
         began = self._began
         return None if began is None else time.perf_counter() - began
 
-    def collect(self) -> list[Event]:
-        """Read what is new since the last call, tag it with the current step and return it."""
+    def collect(self) -> None:
+        """Read what is new since the last call and tag it with the current step."""
         new: list[Event] = []
         metrics = dynamo_utils.get_compilation_metrics()
         for metric in metrics[self._seen_metrics :]:
@@ -103,10 +103,10 @@ class CompilerMonitor:
         self._seen_breaks = len(breaks)
         self.events.extend(new)
         self._unreported.extend(new)
-        return new
 
     def unreported(self) -> list[Event]:
-        """What ``collect`` has read since the last call; others report what they add to ``events``."""
+        """What the compiler did since the last call of this; others report what they add to ``events``."""
+        self.collect()
         unreported, self._unreported = self._unreported, []
         return unreported
 

@@ -114,9 +114,8 @@ class Telemetry:
         self.began = self._paused_at = now()
         self._paused = self._running = True
 
-    def _collect(self, *, warm: bool) -> None:
-        """Read what the compiler did, and report what is otherwise silent; ``warm`` as for ``EventReporter.events``."""
-        self.compiler.collect()
+    def _report(self, *, warm: bool) -> None:
+        """Report what the compiler did and is otherwise silent; ``warm`` as for ``EventReporter.events``."""
         self.reporter.events(self.compiler.unreported(), warm=warm)
 
     def _begin_step(self) -> None:
@@ -126,7 +125,7 @@ class Telemetry:
 
     def _compiler_phase(self, phase: str) -> None:
         if phase != self.compiler.phase:
-            self._collect(warm=self.meter.warm)
+            self._report(warm=self.meter.warm)
             self.compiler.phase = phase
 
     @contextlib.contextmanager
@@ -142,7 +141,7 @@ class Telemetry:
         finally:
             hardware.wait(self._device)
             self.preflight_seconds = (self.preflight_seconds or 0.0) + now() - began
-            self._collect(warm=False)
+            self._report(warm=False)
             self.compiler.step = self._step.number
             self._paused_at = now()
             hardware.count_peak_from(self._device, 0)  # an eager pass for comparison is not the run's own memory
@@ -189,7 +188,7 @@ class Telemetry:
         self.meter.end(step)
         if self.compiler.compilations != self._compilations:
             step.compiled = True
-            self._collect(warm=was_warm)
+            self._report(warm=was_warm)
         starts = self._profiler is not None and self._profiler.due(step, warm=was_warm)
         if step.disturbed or step.profiled:
             self._energy.discard()
