@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.telemetry.compiler import CompilerMonitor
+from trainer.telemetry.record import Event
 
 HERE = str(Path(__file__).resolve())
 
@@ -24,6 +25,13 @@ def watch() -> Iterator[CompilerMonitor]:
     watch.step = 3
     yield watch
     watch.stop()
+
+
+def new(watch: CompilerMonitor) -> list[Event]:
+    """What it has seen since the last call."""
+    watch.collect()
+    found, watch.unreported = watch.unreported, []
+    return found
 
 
 def line_of(function: Callable[..., Any], text: str) -> int:
@@ -53,8 +61,7 @@ def test_a_graph_break_names_its_reason_and_its_line(
     watch: CompilerMonitor, function: Callable[[Tensor], Tensor], text: str
 ) -> None:
     torch.compile(function, backend="eager")(torch.ones(3))
-    new = watch.unreported()
-    (event,) = [event for event in new if event.kind == "graph_break"]
+    (event,) = [event for event in new(watch) if event.kind == "graph_break"]
     assert event.location == f"{HERE}:{line_of(function, text)} {function.__name__}"
     assert event.reason
     assert event.step == 3
@@ -65,10 +72,10 @@ def test_a_graph_break_names_its_reason_and_its_line(
 def test_a_recompile_names_the_guard_that_failed_and_the_function(watch: CompilerMonitor) -> None:
     compiled = torch.compile(doubles, backend="eager", dynamic=False)
     compiled(torch.ones(3))
-    assert watch.unreported() == []
+    assert new(watch) == []
     watch.step = 9
     compiled(torch.ones(4))
-    (event,) = watch.unreported()
+    (event,) = new(watch)
     assert event.kind == "recompile"
     assert "size mismatch at index 0. expected 3, actual 4" in event.reason
     assert event.location == f"{HERE}:{line_of(doubles, 'def doubles')} doubles"
@@ -81,7 +88,7 @@ def test_what_runs_out_of_recompiles_is_a_fallback(watch: CompilerMonitor) -> No
         compiled = torch.compile(doubles, backend="eager", dynamic=False)
         for size in range(3, 7):
             compiled(torch.ones(size))
-    fallbacks = [event for event in watch.unreported() if event.kind == "fallback"]
+    fallbacks = [event for event in new(watch) if event.kind == "fallback"]
     assert fallbacks
     assert "recompile_limit" in fallbacks[0].reason
     assert fallbacks[0].location is not None
@@ -94,7 +101,7 @@ def test_of_a_very_long_reason_the_record_has_the_beginning(watch: CompilerMonit
 
     with pytest.raises(RuntimeError):
         torch.compile(doubles, backend=backend)(torch.ones(3))
-    (event,) = [event for event in watch.unreported() if event.kind == "fallback"]
+    (event,) = [event for event in new(watch) if event.kind == "fallback"]
     assert "C++ compile error" in event.reason
     assert len(event.reason) <= 10_000
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from trainer.console import ProgressView
 from trainer.process import process_settings
 from trainer.settings import TrainerConfig
 from trainer.telemetry import compiler
-from trainer.telemetry.compiler import MAX_LINES, EventReporter, line_about
+from trainer.telemetry.compiler import MAX_LINES, CompilerMonitor, line_about
 from trainer.telemetry.record import Event
 
 HERE = str(Path(__file__).resolve())
@@ -85,22 +86,39 @@ def test_a_recompile_is_told_after_the_warmup_only(
     assert all("size mismatch at index 0. expected 4, actual 2" in line for line in said)
 
 
-def test_what_is_told_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = EventReporter()
-    reporter.events([recompile(), recompile(reason="0/2: size")], warm=True)
-    reporter.events([recompile(location="other.py:1 f"), Event(kind="cudagraph_skip", reason="x")], warm=False)
-    reporter.events([recompile(location="third.py:1 f", phase="validating")], warm=True)
+@pytest.fixture
+def monitor() -> Iterator[CompilerMonitor]:
+    """One that may report as much as a run does."""
+    monitor = CompilerMonitor()
+    monitor.start()
+    monitor.lines_left = MAX_LINES
+    yield monitor
+    monitor.stop()
+
+
+def test_what_is_told_and_what_is_not(monitor: CompilerMonitor, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor.unreported += [recompile(), recompile(reason="0/2: size")]
+    monitor.report(warm=True)
+    monitor.unreported += [recompile(location="other.py:1 f"), Event(kind="cudagraph_skip", reason="x")]
+    monitor.report(warm=False)
+    monitor.unreported += [recompile(location="third.py:1 f", phase="validating")]
+    monitor.report(warm=True)
     assert lines(capsys) == ["compile: compiled again in step 9 at model.py:3 forward: 0/1: size"]
-    reporter.recompiles = False
-    reporter.events([recompile(location="fourth.py:1 f"), Event(kind="fallback", reason="limit\nmore")], warm=True)
+    monitor.reports_recompiles = False
+    monitor.unreported += [recompile(location="fourth.py:1 f"), Event(kind="fallback", reason="limit\nmore")]
+    monitor.report(warm=True)
     assert lines(capsys) == ["compile: not compiled: limit"]
-    EventReporter(enabled=False).events([Event(kind="fallback", reason="limit")], warm=True)
+    monitor.lines_left = 0
+    monitor.unreported += [Event(kind="fallback", reason="another")]
+    monitor.report(warm=True)
     assert lines(capsys) == []
 
 
-def test_a_run_that_says_too_much_says_that_it_stops(capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = EventReporter()
-    reporter.events([recompile(location=f"model.py:{line} f") for line in range(2 * MAX_LINES)], warm=True)
+def test_a_run_that_says_too_much_says_that_it_stops(
+    monitor: CompilerMonitor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitor.unreported += [recompile(location=f"model.py:{line} f") for line in range(2 * MAX_LINES)]
+    monitor.report(warm=True)
     said = lines(capsys)
     assert len(said) == MAX_LINES
     assert said[-1].endswith("(more of the like is in the record and on TensorBoard's pages only)")
@@ -122,7 +140,7 @@ def test_a_warning_of_ours_is_one_line_and_those_of_others_say_where() -> None:
     assert warnings.formatwarning is before
 
 
-def test_a_live_display_lets_the_line_through() -> None:
+def test_a_live_display_lets_the_line_through(monitor: CompilerMonitor) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     compiler = SimpleNamespace(compiling_seconds=None)
     telemetry: Any = SimpleNamespace(
@@ -133,7 +151,8 @@ def test_a_live_display_lets_the_line_through() -> None:
         units=("step", "steps"),
     )
     with ProgressView(console, style="live", total=3, telemetry=lambda: telemetry):
-        EventReporter().events([recompile()], warm=True)
+        monitor.unreported.append(recompile())
+        monitor.report(warm=True)
     assert isinstance(console.file, io.StringIO)
     assert "compile: compiled again in step 9" in console.file.getvalue()
 

@@ -153,7 +153,7 @@ class Guards:
             self.rollback.trained = True
             if self._lock is not None:
                 self._lock.close()
-                self._telemetry.reporter.recompiles = False
+                self._telemetry.compiler.reports_recompiles = False
         elif self._lock is not None:
             self._lock.check(f"in training step {self._loop.steps_done}")
         if stepped and self._loop.steps_done % self._loop.log_every_n_steps == 0:  # the telemetry reads its clock

@@ -153,9 +153,8 @@ class IsolatedLauncher(Launcher):
                 config.hydra.job.override_dirname = plan.directory_name(cell.chosen)
             cell.directory = folders.pop(0) if folders else directory / config.hydra.sweep.subdir
             cell.command = self._command(cell, config)
-            if (
-                options.caches == "own" or cell.record.start is not None
-            ):  # the cold and the warm one of a pair share them
+            # The cold and the warm one of a pair share them.
+            if options.caches == "own" or cell.record.start is not None:
                 cell.caches = caches.setdefault(cell.pair, directory / CACHES_DIRECTORY / cell.directory.name)
         return cells
 

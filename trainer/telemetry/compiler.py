@@ -15,7 +15,6 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import torch._dynamo.callback as dynamo_callback
@@ -54,7 +53,13 @@ class CompilerMonitor:
         self.compile_seconds = 0.0
         """Wall seconds of the compilations that ended."""
         self.events: list[Event] = []
-        self._unreported: list[Event] = []
+        self.unreported: list[Event] = []
+        """Those of them that ``report`` has not seen; others report what they add to ``events``."""
+        self._reported: set[tuple[str, str]] = set()
+        self.lines_left = 0
+        """Lines in which events may be reported while the run lasts."""
+        self.reports_recompiles = True
+        """Whether recompiles are reported here; False where a strategy's own lock reports them."""
         self._began: float | None = None
         self._seen_metrics = 0
         self._seen_breaks = 0
@@ -102,13 +107,29 @@ class CompilerMonitor:
             new.append(self._event("graph_break", reason.reason, innermost(stack)))
         self._seen_breaks = len(breaks)
         self.events.extend(new)
-        self._unreported.extend(new)
+        self.unreported.extend(new)
 
-    def unreported(self) -> list[Event]:
-        """What the compiler did since the last call of this; others report what they add to ``events``."""
+    def report(self, *, warm: bool) -> None:
+        """Report each thing once, in a line on stderr, which a live display lets through and a file keeps; the record
+        and TensorBoard have every case.
+
+        Breaks and fallbacks are reported whenever they come, recompiles of a training that is ``warm``: before, they
+        are how the compiler finds out which dimensions vary, and validation has graphs of its own.
+        """
         self.collect()
-        unreported, self._unreported = self._unreported, []
-        return unreported
+        new, self.unreported = self.unreported, []
+        for event in new:
+            what = (event.kind, event.location or event.reason)
+            if event.kind not in KINDS or what in self._reported or not self.lines_left:
+                continue
+            if event.kind == "recompile" and not (warm and self.reports_recompiles and event.phase == "training"):
+                continue
+            self._reported.add(what)
+            self.lines_left -= 1
+            more = "" if self.lines_left else " (more of the like is in the record and on TensorBoard's pages only)"
+            with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+                # Looked up at each call: a live display puts itself in the place of stderr while it lasts. One write.
+                print(f"{line_about(event)}{more}\n", end="", file=sys.stderr, flush=True)
 
     def figures(self) -> CompilerFigures:
         """Everything since ``start``; what was never asked of torch is None."""
@@ -173,34 +194,6 @@ class CompilerMonitor:
 def _frame(compile_id: Any) -> str:
     """The number of the piece of code: what comes first in ``3/0``."""
     return str(compile_id).split("/")[0]
-
-
-class EventReporter:
-    """Reports each thing once, in a line on stderr, which a live display lets through and a file keeps; nothing unless
-    it is ``enabled``. The record and TensorBoard have every case."""
-
-    def __init__(self, *, enabled: bool = True) -> None:
-        self._left = MAX_LINES if enabled else 0
-        self._reported: set[tuple[str, str]] = set()
-        self.recompiles = True
-        """Whether recompiles are reported here; False where a strategy's own lock reports them."""
-
-    def events(self, events: Iterable[Event], *, warm: bool) -> None:
-        """Report breaks and fallbacks whenever they come, recompiles of a training that is ``warm``: before, they are
-        how the compiler finds out which dimensions vary, and validation has graphs of its own."""
-        late = warm and self.recompiles
-        for event in events:
-            what = (event.kind, event.location or event.reason)
-            if event.kind not in KINDS or what in self._reported or not self._left:
-                continue
-            if event.kind == "recompile" and not (late and event.phase == "training"):
-                continue
-            self._reported.add(what)
-            self._left -= 1
-            more = "" if self._left else " (more of the like is in the record and on TensorBoard's pages only)"
-            with contextlib.suppress(OSError, ValueError):  # nobody listens any more
-                # Looked up at each call: a live display puts itself in the place of stderr while it lasts. One write.
-                print(f"{line_about(event)}{more}\n", end="", file=sys.stderr, flush=True)
 
 
 def line_about(event: Event) -> str:

@@ -21,7 +21,7 @@ from torch import distributed
 from strategies import Program
 from strategies.loop import Loop, gathered
 from trainer.telemetry import hardware
-from trainer.telemetry.compiler import CompilerMonitor, EventReporter
+from trainer.telemetry.compiler import MAX_LINES, CompilerMonitor
 from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
 from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
@@ -72,7 +72,6 @@ class Telemetry:
         self, *, count: BatchCounter | None, warmup_steps: int, measure_peak: bool | None = None, profile: bool = False
     ) -> None:
         self.compiler = CompilerMonitor()
-        self.reporter = EventReporter(enabled=False)
         self.phase = "starting"
         """What is going on, in a word for the progress view."""
         self.steps_done = 0
@@ -97,7 +96,7 @@ class Telemetry:
     def start(self, loop: Loop, pages: TensorBoardPages | None = None) -> None:
         """Training is about to begin: model and optimizer are on their device."""
         self._loop, self._device, self._pages = loop, loop.device, pages
-        self.reporter = EventReporter(enabled=loop.is_first_process)
+        self.compiler.lines_left = MAX_LINES if loop.is_first_process else 0
         self._clock = StepClock(self._device)
         board = nvml_handle(self._device)
         self._energy, self._machine = EnergyMeter(board), MachineMonitor(board)
@@ -114,10 +113,6 @@ class Telemetry:
         self.began = self._paused_at = now()
         self._paused = self._running = True
 
-    def _report(self, *, warm: bool) -> None:
-        """Report what the compiler did and is otherwise silent; ``warm`` as for ``EventReporter.events``."""
-        self.reporter.events(self.compiler.unreported(), warm=warm)
-
     def _begin_step(self) -> None:
         self._step = Step(self.steps_done + 1)
         self._compilations = self.compiler.compilations
@@ -125,7 +120,7 @@ class Telemetry:
 
     def _compiler_phase(self, phase: str) -> None:
         if phase != self.compiler.phase:
-            self._report(warm=self.meter.warm)
+            self.compiler.report(warm=self.meter.warm)
             self.compiler.phase = phase
 
     @contextlib.contextmanager
@@ -141,7 +136,7 @@ class Telemetry:
         finally:
             hardware.wait(self._device)
             self.preflight_seconds = (self.preflight_seconds or 0.0) + now() - began
-            self._report(warm=False)
+            self.compiler.report(warm=False)
             self.compiler.step = self._step.number
             self._paused_at = now()
             hardware.count_peak_from(self._device, 0)  # an eager pass for comparison is not the run's own memory
@@ -188,7 +183,7 @@ class Telemetry:
         self.meter.end(step)
         if self.compiler.compilations != self._compilations:
             step.compiled = True
-            self._report(warm=was_warm)
+            self.compiler.report(warm=was_warm)
         starts = self._profiler is not None and self._profiler.due(step, warm=was_warm)
         if step.disturbed or step.profiled:
             self._energy.discard()
