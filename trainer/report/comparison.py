@@ -76,7 +76,7 @@ class WorkloadComparison:
     def baseline_row(self) -> Row | None:
         """The row that the others are compared with; None when no such run finished."""
         first = self.rows[0]
-        return first if first.cell.finished and first.ratio is None and _is(first.cell, self.baseline) else None
+        return first if first.cell.finished and first.cell.arm == self.baseline else None
 
 
 def compare_runs(
@@ -96,13 +96,14 @@ def compare_runs(
         raise ValueError("no runs to compare")
     if not at_steps or min(at_steps) < 1:
         raise ValueError(f"steps={min(at_steps, default=None)} must be at least 1")
-    workloads: dict[str, list[Cell]] = {}
-    for cell in group(runs):
-        workloads.setdefault(cell.workload, []).append(cell)
-    if baseline != "eager" and not any(_is(cell, baseline) for cells in workloads.values() for cell in cells):
-        arms = dict.fromkeys(cell.arm for cells in workloads.values() for cell in cells)
+    cells = group(runs)
+    if baseline != "eager" and not any(baseline in (cell.arm, cell.label) for cell in cells):
+        arms = dict.fromkeys(cell.arm for cell in cells)
         raise ValueError(f"baseline={baseline!r} is not one of the arms: {', '.join(arms)}")
-    return [_compared(name, cells, baseline, at_steps) for name, cells in workloads.items()]
+    workloads: dict[str, list[Cell]] = {}
+    for cell in cells:
+        workloads.setdefault(cell.workload, []).append(cell)
+    return [_compared(name, each, baseline, at_steps) for name, each in workloads.items()]
 
 
 def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequence[int]) -> WorkloadComparison:
@@ -238,7 +239,3 @@ def _work(row: Row, base: Row) -> float:
     if ours is None or theirs is None or abs(ours.median / theirs.median - 1) < SAME_WORK:
         return 1.0
     return theirs.median / ours.median
-
-
-def _is(cell: Cell, name: str) -> bool:
-    return name in (cell.arm, cell.label)

@@ -158,10 +158,9 @@ def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bo
     given = [part for part in record.command if part.lstrip("+").partition("=")[0] not in changed]
     given = [part for part in given if not part.lstrip("+").startswith("hydra.")]
     options = [part for part in given if part.lstrip("+").startswith("compile.")]
-    if options and "compile=eager" in changes:  # which knows none of them
+    if sweep or "compile=eager" in changes:  # which knows none of them
         given = [part for part in given if part not in options]
     if options and sweep:
-        given = [part for part in given if part not in options]
         arm = " ".join([changes[0].removeprefix("compile=eager,"), *options]).replace('"', '\\"')
         changes = (f'hydra.launcher.arms=[eager,"{arm}"]', *changes[1:])
     return shlex.join(["python", "-m", module, *(["-m"] if sweep else []), *given, *changes])

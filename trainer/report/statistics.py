@@ -2,21 +2,9 @@
 time makes of them: when an arm breaks even, which one is best from which step on.
 
 Times are compared by their logarithms, so that a ratio and its inverse are judged alike. The interval of a ratio is
-
-- over **pairs** (runs of both arms with the same seed, round and start) from three on: Student's t over their ratios;
-- over **runs** otherwise (at least two a side): Welch's t, which for two runs is the narrower of the two. A bootstrap
-  over three or four runs would promise 95% and hold far less;
-- absent where a side has one run: its steps do not show what differs from run to run.
-
-A difference is shown where the interval leaves out 1 **and** the ratio is further from 1 than the runs of one arm are
-from each other (the larger standard deviation of the two). The second rule is for what an interval cannot see: arms of
-a round run one after the other, and on a machine that slows down the later one always looks slower.
-
-    total(N) = start + overhead + N x step
-
-The overhead is what warm-up takes beyond as many steady steps. What compiling cost is the larger of the extra overhead
-and the time in the compiler, which includes validation's graphs; and what getting the compiler ready took from the
-setup.
+Student's t over **pairs** from three on, and Welch's t over **runs** otherwise, which for two runs is the narrower of
+the two. A bootstrap over three or four runs would promise 95% and hold far less. docs/comparing.md says when a
+difference is shown ("How a difference is shown"), and what total time is made of ("The figures").
 """
 
 from __future__ import annotations

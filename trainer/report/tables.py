@@ -47,7 +47,9 @@ def decision(found: WorkloadComparison) -> Columns:
         "arm": [row.cell.arm for row in rows],
         "runs": [f"{len(row.cell.finished)}{f' of {len(row.cell.runs)}' * bool(row.cell.failed)}" for row in rows],
         "step ms": [estimated(row.step_seconds, 1e3) for row in rows],
-        f"speed to {found.baseline}": [speed(row, found) for row in rows],
+        f"speed to {found.baseline}": [
+            "1" if row is found.baseline_row else ABSENT if row.ratio is None else marked(row.ratio) for row in rows
+        ],
         "95% interval": [interval(row.ratio) or ABSENT for row in rows],
         "warm-up s": [_middle(row.cell.over("warmup_seconds", "cold")) for row in rows],
         "warm start s": [ABSENT if not row.cell.compiles else _middle(row.warm_warmup_seconds) for row in rows],
@@ -66,12 +68,11 @@ def all_figures(found: WorkloadComparison) -> Columns:
             f"s to {steps:,}": [_total(row, steps) for row in rows]
             for steps in dict.fromkeys(steps for row in rows for steps in row.total_seconds)
         },
-        **{
-            heading: [ABSENT if (value := figure_of(row.cell, name)) is None else text(value) for row in rows]
-            for heading, (name, text) in FIGURES.items()
-        },
-        "parity": [(parity_of(row.cell) or ABSENT).partition(":")[0] for row in rows],
     }
+    for heading, (name, text) in FIGURES.items():
+        values = [figure_of(row.cell, name) for row in rows]
+        columns[heading] = [ABSENT if value is None else text(value) for value in values]
+    columns["parity"] = [(parity_of(row.cell) or ABSENT).partition(":")[0] for row in rows]
     return kept(columns)
 
 
@@ -83,13 +84,6 @@ def figure_of(cell: Cell, name: str) -> Estimate | None:
 def kept(columns: Columns) -> Columns:
     """Columns in which some row has something."""
     return {name: texts for name, texts in columns.items() if any(text != ABSENT for text in texts)}
-
-
-def speed(row: Row, found: WorkloadComparison) -> str:
-    """How many times faster than the baseline."""
-    if row is found.baseline_row:
-        return "1"
-    return ABSENT if row.ratio is None else marked(row.ratio)
 
 
 def marked(ratio: Ratio) -> str:
