@@ -5,7 +5,7 @@ losses, graph breaks and recompiles, conditions and commands. Reads records only
 """
 
 # Nothing is loaded from anywhere and no script runs: pictures are SVG inside the page, tables scroll inside their own
-# box. Everything that comes from a record is escaped.
+# box. ``report.html`` is its template, in which everything but the page's own marks is escaped.
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ import base64
 import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from importlib import resources
 from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
 
 from scripts.arguments import STEPS_HELP, exit_code, parser, steps
 from trainer.report import tables
@@ -84,94 +88,59 @@ def render(comparisons: Sequence[WorkloadComparison], scalings: Sequence[tuple[s
 
     Raises ValueError where Matplotlib is not installed.
     """
+    from jinja2 import Environment  # which torch brings along
+
     palette = arm_colours(comparisons)
     records = [record for one in comparisons for record in _records(one)]
     days = sorted({record.started[:10] for record in records if record.started})
     facts = [counted(len(comparisons), "workload"), counted(len(records), "run")]
     facts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
-    sections = "\n".join(_section(one, place, palette) for place, one in enumerate(comparisons))
-    sections += "\n".join(
-        f"<section>\n<h2>Scaling: {_breakable(name)}</h2>\n{_table(table)}\n</section>" for name, table in scalings
+    made = Environment(autoescape=True, finalize=_clean, keep_trailing_newline=True)
+    made.filters["breakable"] = _breakable
+    files = resources.files("scripts")
+    return made.from_string(files.joinpath("report.html").read_text(encoding="utf-8")).render(
+        title=TITLE,
+        css=files.joinpath("report.css").read_text(encoding="utf-8"),
+        facts=facts,
+        words=WORDS,
+        comparisons=comparisons,
+        scalings=scalings,
+        palette=palette,
+        tables=tables,
+        headline=_headline,
+        pictures=partial(_pictures, palette=palette),
+        events=_events,
+        conditions=_conditions,
+        rows=lambda columns: list(zip(*columns.values(), strict=True)),
+        kind=lambda name: "words" if name in PROSE else "short" if name in SHORT else "number",
     )
-    cards = "".join(_card(one, place) for place, one in enumerate(comparisons))
-    words = "".join(f"<div><dt>{escape(word)}</dt><dd>{escape(text)}</dd></div>" for word, text in WORDS.items())
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{TITLE}</title>
-<style>
-{resources.files("scripts").joinpath("report.css").read_text(encoding="utf-8")}</style>
-</head>
-<body>
-<main>
-<header>
-<h1>{TITLE}</h1>
-<p class="quiet">{escape(" · ".join(facts))}</p>
-<ul class="cards">{cards}</ul>
-<dl class="words">{words}</dl>
-</header>
-{sections}
-</main>
-</body>
-</html>
-"""
 
 
-def _card(comparison: WorkloadComparison, place: int) -> str:
-    """The workload with its fastest arm (of those shown to be faster, if any) and its verdict."""
-    headline = ""
+def _headline(comparison: WorkloadComparison) -> tuple[str, str] | None:
+    """How many times as fast the fastest arm is (of those shown to be faster, if any), and what that is."""
     rated = [(row.ratio, row.cell) for row in comparison.rows if row.ratio is not None]
-    if rated and not comparison.verdict.startswith("no verdict"):
-        ratio, cell = max(rated, key=lambda each: (each[0].verdict == FASTER, each[0].value))
-        over = f"95% interval {tables.interval(ratio)}, " if tables.interval(ratio) else ""
-        words = f"the speed of {comparison.baseline}, with {cell.arm} ({over}{counted(len(cell.finished), 'run')})."
-        headline = f'<p class="headline"><b>{tables.marked(ratio)}</b> <span>{_breakable(words)}</span></p>\n'
-    verdict = comparison.verdict[:1].upper() + comparison.verdict[1:]
-    verdict += "." * (verdict[-1] not in ".!?")
-    return (
-        f'<li><a href="#workload-{place + 1}">{_breakable(comparison.workload)}</a>\n{headline}'
-        f'<p class="verdict">{_breakable(verdict)}</p></li>\n'
-    )
+    if not rated or comparison.verdict.startswith("no verdict"):
+        return None
+    ratio, cell = max(rated, key=lambda each: (each[0].verdict == FASTER, each[0].value))
+    over = f"95% interval {tables.interval(ratio)}, " if tables.interval(ratio) else ""
+    words = f"the speed of {comparison.baseline}, with {cell.arm} ({over}{counted(len(cell.finished), 'run')})."
+    return tables.marked(ratio), words
 
 
-def _section(comparison: WorkloadComparison, place: int, palette: Mapping[str, str]) -> str:
-    figures = ""
+def _pictures(comparison: WorkloadComparison, palette: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Name, address and caption of each picture that there is."""
     for name, (draw, caption) in PICTURES.items():
-        if (drawn := draw(comparison, palette)) is None:
-            continue
-        buffer = io.BytesIO()
-        save(drawn, buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
-        source = f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        about = _text(f"{name}: {comparison.workload}. The figures are in the tables below.")
-        figures += f'<figure id="w{place + 1}-{name}">\n<img src="{source}" alt="{about}">\n'
-        figures += f"<figcaption>{escape(caption)}</figcaption>\n</figure>\n"
+        if (drawn := draw(comparison, palette)) is not None:
+            buffer = io.BytesIO()
+            save(drawn, buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
+            yield name, f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}", caption
+
+
+def _conditions(comparison: WorkloadComparison) -> list[str]:
     records = _records(comparison)
-    conditions = [
-        tables.conditions_of(records),
-        *dict.fromkeys(record.precision for record in records if record.precision),
-        f"seeds {', '.join(dict.fromkeys(str(record.seed) for record in records))}",
-    ]
-    commands = "".join(
-        f"<p>{_breakable(row.cell.arm)}</p>\n<pre><code>{_text(row.cell.command)}</code></pre>\n"
-        for row in comparison.rows
-    )
-    notes = [*tables.remarks(comparison), *tables.footnotes([comparison])]
-    items = "".join(f"<li>{_text(line)}</li>" for line in notes)
-    unlike = '<p class="warning"><strong>These runs are unlike: compare with care.</strong></p>\n'
-    return f"""<section id="workload-{place + 1}">
-<h2>{_breakable(comparison.workload)}</h2>
-{unlike if comparison.unlike else ""}{_table(tables.decision(comparison), palette)}
-{f'<ul class="quiet">{items}</ul>' if items else ""}
-<div class="figures">
-{figures}</div>
-{_part("Other figures", tables.all_figures(comparison))}
-{_part("Graph breaks and recompiles", _events(comparison))}
-<p class="quiet">{_text(" · ".join(conditions))}</p>
-<details><summary>Commands, one for each arm</summary>
-{commands}</details>
-</section>"""
+    precisions = dict.fromkeys(record.precision for record in records if record.precision)
+    seeds = ", ".join(dict.fromkeys(str(record.seed) for record in records))
+    return [tables.conditions_of(records), *precisions, f"seeds {seeds}"]
 
 
 def _events(comparison: WorkloadComparison) -> Columns:
@@ -189,37 +158,18 @@ def _events(comparison: WorkloadComparison) -> Columns:
     }
 
 
-def _part(title: str, columns: Columns) -> str:
-    """A table below its heading; nothing where it has no row, or no figure."""
-    return f"<h3>{title}</h3>\n{_table(columns)}" if len(columns) > 1 and next(iter(columns.values())) else ""
-
-
-def _table(columns: Columns, palette: Mapping[str, str] | None = None) -> str:
-    """A table as the terminal shows it; with ``palette`` each arm bears its colour."""
-    kinds = ["words" if one in PROSE else "short" if one in SHORT else "number" for one in columns]
-    body = ""
-    for first, *texts in zip(*columns.values(), strict=True):
-        swatch = f'<span class="swatch" style="background:{palette[first]}"></span>' if palette else ""
-        cells = "".join(f'<td class="{kind}">{_text(text)}</td>' for text, kind in zip(texts, kinds[1:], strict=True))
-        body += f'<tr><th scope="row">{swatch}{_breakable(first)}</th>{cells}</tr>\n'
-    head = "".join(f'<th class="{kind}">{escape(name)}</th>' for name, kind in zip(columns, kinds, strict=True))
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>'
-    )
-
-
 def _records(comparison: WorkloadComparison) -> list[RunRecord]:
     return [run.record for row in comparison.rows for run in row.cell.runs]
 
 
-def _breakable(name: str) -> str:
-    """Escaped; a line may end after each of the strategies that a name is made of."""
-    return _text(name).replace("+", "+<wbr>")
+def _breakable(name: str) -> Markup:
+    """A line may end after each of the strategies that a name is made of."""
+    return Markup(str(_clean(name)).replace("+", "+<wbr>"))
 
 
-def _text(text: str) -> str:
+def _clean(value: Any) -> Markup:
     """Escaped, and without the folders of the machine on which it was written: a page is passed on."""
-    return escape(PATH.sub(".../", PACKAGES.sub("", text)))
+    return value if isinstance(value, Markup) else Markup(escape(PATH.sub(".../", PACKAGES.sub("", str(value)))))
 
 
 if __name__ == "__main__":
