@@ -106,29 +106,21 @@ class Dynamic(Strategy):
     """``mark`` (the ragged dimensions symbolic from the start), ``always`` (every dimension: torch's ``dynamic=True``)
     or ``automatic`` (static at first, symbolic where a size changes: torch's ``dynamic=None``)."""
     multiple: int = 8
-    """Every batch is padded up to a multiple of this many positions; 1 leaves lengths as they are."""
-    limit: int | None = None
-    """Most positions that the model takes; nothing is padded beyond it. null = what the module's tables take."""
+    """Every batch is padded up to a multiple of this many positions, or to where a table of the module may end; 1
+    leaves lengths as they are."""
 
     def __post_init__(self) -> None:
         if self.how not in HOW:
             raise ValueError(f"compile.dynamic.how={self.how!r} is not one of {HOW}")
-        for name in ("multiple", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"compile.dynamic.{name}={value} must be at least 1")
+        if self.multiple < 1:
+            raise ValueError(f"compile.dynamic.multiple={self.multiple} must be at least 1")
 
     def apply(self, program: Program) -> None:
         from strategies.padding import Marks, Padding, require_ragged, table_sizes
 
         require_ragged(program.ragged, self.name)
-        program.padding = Padding(
-            name=self.name,
-            ragged=program.ragged,
-            multiple=self.multiple,
-            limit=self.limit,
-            tables=table_sizes(program.module),
-        )
+        tables = table_sizes(program.module)
+        program.padding = Padding(name=self.name, ragged=program.ragged, multiple=self.multiple, tables=tables)
         program.report[self.name] = {"how": self.how, "multiple": self.multiple}
         if self.how == "always":
             program.padding.dynamic = True

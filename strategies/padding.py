@@ -37,10 +37,9 @@ class Padding:
     """Every edge is a multiple of this; so is what a batch longer than the last edge is padded to."""
     choose_edges: Callable[[Sequence[int]], tuple[int, ...]] | None = None
     """Lengths of the training examples to ascending edges; None: batches stay, only padded up to ``multiple``."""
-    limit: int | None = None
-    """Most positions that the model takes: nothing is padded beyond it, be it a multiple or not; None: ``tables``."""
     tables: tuple[int, ...] = ()
-    """Without a limit: sizes at which a position table may end; nothing is padded beyond one that it fits into."""
+    """Sizes at which a position table may end; nothing is padded beyond one that it fits into, be it a multiple or
+    not."""
     tokens_per_batch: int | None = None
     """Positions a training batch, padding included: shorter buckets have more rows; None: the loader's own rows."""
     warm: bool = False
@@ -66,7 +65,7 @@ class Padding:
     @property
     def edge_of(self) -> Callable[[int], int]:
         """``edge_of`` with what is known by now; it goes to data workers without the rest."""
-        return partial(edge_of, edges=self.edges, multiple=self.multiple, limit=self.limit, tables=self.tables)
+        return partial(edge_of, edges=self.edges, multiple=self.multiple, tables=self.tables)
 
     def resized(self, batch: Any, rows: int, edge: int) -> Any:
         """A copy of ``batch`` with ``rows`` examples (repeated or left out) of ``edge`` positions.
@@ -88,20 +87,18 @@ def require_ragged(ragged: Sequence[Ragged], name: str, instead: str = "") -> No
         )
 
 
-def edge_of(
-    length: int, edges: Sequence[int], multiple: int, limit: int | None = None, tables: Sequence[int] = ()
-) -> int:
-    """The first of ``edges`` that is at least ``length``; beyond the last one, the next multiple."""
+def edge_of(length: int, edges: Sequence[int], multiple: int, tables: Sequence[int] = ()) -> int:
+    """The first of ``edges`` that is at least ``length``; beyond the last one, the next multiple or end of a table."""
     place = bisect_left(edges, length)
     if place < len(edges):
         return edges[place]
-    beyond, most = math.ceil(length / multiple) * multiple, limit_of(length, limit, tables)
-    return beyond if most is None else max(length, min(beyond, most))
+    beyond = math.ceil(length / multiple) * multiple
+    return min(beyond, end_of_table(length, tables) or beyond)
 
 
-def limit_of(longest: int, limit: int | None, tables: Sequence[int]) -> int | None:
-    """Most positions that a batch of ``longest`` may be padded to: ``limit``, else the first of ``tables`` for it."""
-    return limit if limit is not None else next((size for size in tables if size >= longest), None)
+def end_of_table(longest: int, tables: Sequence[int]) -> int | None:
+    """Most positions that a batch of ``longest`` may be padded to: the first of ``tables`` that it fits into."""
+    return next((size for size in tables if size >= longest), None)
 
 
 def table_sizes(module: nn.Module) -> tuple[int, ...]:
@@ -156,18 +153,12 @@ def used_length(batch: Any, ragged: Sequence[Ragged]) -> int:
 
 def tensor_of(batch: Any, entry: Ragged) -> Tensor:
     """The declared tensor of ``batch``. Raises ValueError, naming what there is, when it is missing or not ragged."""
-    value: Any = None
-    if isinstance(batch, Mapping):
-        value, names = batch.get(entry.field), list(batch)
-    elif hasattr(batch, entry.field):
-        value, names = getattr(batch, entry.field), []
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        names = [str(index) for index in range(len(batch))]
-        value = batch[int(entry.field)] if entry.field in names else None
-    else:
-        names = sorted(name for name in getattr(batch, "__dict__", {}) if not name.startswith("_"))
+    parts = parts_of(batch)
+    if isinstance(batch, tuple):  # a NamedTuple's fields have numbers, too
+        parts |= {str(index): part for index, part in enumerate(batch)}
+    value = parts.get(entry.field, None if isinstance(batch, Mapping) else getattr(batch, entry.field, None))
     if value is None:
-        raise ValueError(f"ragged: the batch ({type(batch).__name__}) has no {entry.field!r}; it has {names}")
+        raise ValueError(f"ragged: the batch ({type(batch).__name__}) has no {entry.field!r}; it has {list(parts)}")
     if not isinstance(value, Tensor) or not -value.ndim <= entry.dim < value.ndim or entry.dim % value.ndim == 0:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(

@@ -38,9 +38,8 @@ class Buckets(Strategy):
     units want 8 (bf16) or 16 (fp8); attention kernels align to 8 or 16; on lognormal lengths 16 costs under 0.1% more
     padding than 1."""
     edges: list[int] | None = None
-    """Given edges, ascending, in positions; null = those with the fewest padded positions on the training data."""
-    limit: int | None = None
-    """Most positions that the model takes; no edge is above it. null = what the module's tables take."""
+    """Given edges, ascending, in positions; null = those with the fewest padded positions on the training data, none
+    beyond where a table of the module may end."""
     tokens_per_batch: int | None = None
     """Positions a training batch on each device, padding included: shorter buckets then have more examples a batch,
     and the loss is a mean over a varying number of them. null = the loader's own batch size."""
@@ -52,7 +51,7 @@ class Buckets(Strategy):
     """Whether a task that declares no tensor ragged is an error; false = the strategy is left out, with a note."""
 
     def __post_init__(self) -> None:
-        for name in ("count", "multiple", "limit", "tokens_per_batch"):
+        for name in ("count", "multiple", "tokens_per_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"compile.buckets.{name}={value} must be at least 1")
@@ -62,8 +61,6 @@ class Buckets(Strategy):
             edges = list(self.edges)
             if not edges or min(edges) < 1 or edges != sorted(set(edges)):
                 raise ValueError(f"compile.buckets.edges={edges} must be ascending and above 0")
-            if self.limit is not None and edges[-1] > self.limit:
-                raise ValueError(f"compile.buckets.edges={edges} must not be above compile.buckets.limit={self.limit}")
 
     def apply(self, program: Program) -> None:
         """Say how batches are grouped and padded. Raises ValueError when no tensor is declared ragged."""
@@ -78,7 +75,6 @@ class Buckets(Strategy):
             ragged=program.ragged,
             multiple=self.multiple,
             choose_edges=partial(self._choose, program=program),
-            limit=self.limit,
             tables=table_sizes(program.module),
             tokens_per_batch=self.tokens_per_batch,
             warm=self.warm,
@@ -103,10 +99,10 @@ class Buckets(Strategy):
     def _choose(self, lengths: Sequence[int], *, program: Program) -> tuple[int, ...]:
         """Edges for examples of ``lengths``, at which cuDNN's attention is right; given ones stay, with a note."""
         from strategies.buckets.batches import clear_of_64, optimal
-        from strategies.padding import limit_of
+        from strategies.padding import end_of_table
 
         assert program.padding is not None
-        multiple, limit = self.multiple, limit_of(max(lengths, default=0), self.limit, program.padding.tables)
+        multiple, limit = self.multiple, end_of_table(max(lengths, default=0), program.padding.tables)
         edges = tuple(self.edges or optimal(lengths, count=self.count, multiple=multiple, limit=limit))
         if not _cudnn_fails(program):
             return edges

@@ -214,8 +214,6 @@ def optimal(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None 
     values = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # an empty example takes a position too
     if not len(values):
         raise ValueError("there are no lengths to choose edges by")
-    if limit is not None and values.max() > limit:
-        raise ValueError(f"the longest example has {int(values.max())} positions, the limit is {limit}")
     if (values == values[0]).all():
         return (int(values[0]),)
     counts = np.bincount(-(-values // multiple))

@@ -23,7 +23,6 @@ from tests.strategies.modules import Block
         ({"on_recompile": "stop"}, r"compile.buckets.on_recompile='stop' is not one of \('fail', 'warn'\)"),
         ({"edges": [32, 16]}, r"compile.buckets.edges=\[32, 16\] must be ascending and above 0"),
         ({"edges": []}, r"compile.buckets.edges=\[\] must be ascending and above 0"),
-        ({"edges": [32], "limit": 31}, "must not be above compile.buckets.limit=31"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from strategies import Buckets, Dynamic, Strategy
+from strategies.padding import edge_of, table_sizes
 from tests.trainer.ragged_modules import RAGGED, TextData, TextModel, Texts, TextsWithLengths, collate, fit
 from trainer.callback import Compile
 from trainer.loading import known_lengths
@@ -106,9 +107,11 @@ def test_a_validation_example_beyond_the_last_edge_is_padded_and_counted() -> No
 
 def test_dynamic_keeps_the_training_order_and_pads_to_the_multiple() -> None:
     plain = fit(TextData(), [])
-    module, compile_ = train(strategy=Dynamic(multiple=16, limit=48))  # or the end of a table might be one
+    module, compile_ = train(strategy=Dynamic(multiple=16))
     assert [names for _, names, _ in module.trained] == [names for _, names, _ in plain.trained]
-    assert [width for width, *_ in module.trained] == [-(-width // 16) * 16 for width, *_ in plain.trained]
+    tables = table_sizes(module)
+    assert [width for width, *_ in module.trained] == [edge_of(width, (), 16, tables) for width, *_ in plain.trained]
+    assert sum(width % 16 == 0 for width, *_ in module.trained) > 1
     losses = [loss for *_, loss in module.trained]
     assert losses == pytest.approx([loss for *_, loss in plain.trained], rel=1e-5)
     assert compile_.record.report["dynamic"]["multiple"] == 16
