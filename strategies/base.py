@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def holds(outer: str, path: str) -> bool:
     """Whether the submodule at ``path`` is the one at ``outer`` or lies in it; paths as in ``named_modules``."""
-    return path == outer or path.startswith(f"{outer}.")
+    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def has_another_step(optimizer: torch.optim.Optimizer) -> bool:

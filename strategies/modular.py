@@ -183,19 +183,15 @@ def _matches(path: str, pattern: str) -> bool:
 
 def _blocks(program: Program, paths: Iterable[str], name: str) -> list[str]:
     """Blocks and declared parts at or below ``paths``; blocks are found where the task declares none there."""
-    from strategies.regions import expand_blocks, find_containers
+    from strategies.regions import containers_for, expand_blocks
 
-    module, regions = program.module, []
+    regions: list[str] = []
     for path in paths:
-        containers = [block for block in program.blocks if holds(path, block)]
-        if not containers:
-            containers = [f"{path}.{found}".rstrip(".") for found in find_containers(module.get_submodule(path))]
-            if not containers:
-                raise ValueError(
-                    f"{KEY}.{name}: {path} holds no repeated blocks to compile regionally; set {KEY}.{name}.how=whole"
-                )
-            program.notes.append(f"modular: {name}: found repeated blocks in {', '.join(containers)}")
-        blocks = expand_blocks(module, containers)
+        blocks = expand_blocks(program.module, containers_for(program, f"modular: {name}", within=path))
+        if not blocks:
+            raise ValueError(
+                f"{KEY}.{name}: {path} holds no repeated blocks to compile regionally; set {KEY}.{name}.how=whole"
+            )
         beside = [part for part in program.parts if holds(path, part)]
         regions += [*blocks, *(part for part in beside if not any(holds(block, part) for block in blocks))]
     return regions

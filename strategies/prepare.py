@@ -71,7 +71,8 @@ class Preparation:
     def _prepare(self) -> None:
         began = time.thread_time()
         try:
-            _import_inductor()
+            with contextlib.suppress(Exception):  # whatever is wrong comes up again, with its reason, when it compiles
+                importlib.import_module(INDUCTOR)
         finally:
             self._imported.set()
         _warm_up()
@@ -174,14 +175,8 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def _import_inductor() -> None:
-    with contextlib.suppress(Exception):  # whatever is wrong comes up again, with its reason, at the first compile
-        importlib.import_module(INDUCTOR)
-
-
 def _warm_up() -> None:
-    # Only a head start: whatever is wrong comes up again, with its reason, at the first compile.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # as above
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.codecache import torch_key
         from torch._inductor.cpu_vec_isa import pick_vec_isa

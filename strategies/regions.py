@@ -192,7 +192,7 @@ def find_containers(module: nn.Module) -> list[str]:
     """
     found: list[str] = []
     for path, candidate in module.named_modules():
-        if not isinstance(candidate, CONTAINERS) or any(not each or holds(each, path) for each in found):
+        if not isinstance(candidate, CONTAINERS) or any(holds(each, path) for each in found):
             continue
         children = list(candidate.children())
         nested = bool(children) and all(map(never_called, children))
@@ -280,16 +280,17 @@ def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> Non
             )
 
 
-def containers_for(program: Program, name: str, blocks: Sequence[str] | None) -> list[str]:
-    """The ``blocks`` that strategy ``name`` was given, else those that the task declares, else those found, with a
-    note. Raises ValueError as ``require_submodules`` does."""
-    containers = list(program.blocks if blocks is None else blocks)
-    if not containers and blocks is None:
-        containers = find_containers(program.module)
-        if containers:
-            program.notes.append(f"{name}: found repeated blocks in {', '.join(containers)}")
-    require_submodules(program.module, f"compile.{name}.blocks", containers)
-    return containers
+def containers_for(program: Program, name: str, blocks: Sequence[str] | None = None, within: str = "") -> list[str]:
+    """The ``blocks`` that strategy ``name`` was given, else those ``within`` a submodule that the task declares, else
+    those found there, with a note. Raises ValueError as ``require_submodules`` does."""
+    if blocks is None:
+        blocks = [path for path in program.blocks if holds(within, path)]
+        if not blocks:
+            blocks = [f"{within}.{path}".strip(".") for path in find_containers(program.module.get_submodule(within))]
+            if blocks:
+                program.notes.append(f"{name}: found repeated blocks in {', '.join(blocks)}")
+    require_submodules(program.module, f"compile.{name}.blocks", blocks)
+    return list(blocks)
 
 
 # ---- blocks that compute their activations again --------------------------------------------------------------------

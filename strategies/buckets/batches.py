@@ -224,7 +224,8 @@ def optimal(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None 
         edges = np.minimum(edges, limit)
     below = np.concatenate(([0], np.cumsum(examples)))  # examples up to each candidate
     size = len(edges)
-    # best[j]: fewest positions of the examples below candidate j, using as many edges as rounds so far.
+    # best[j]: fewest positions of the examples below candidate j, using as many edges as rounds so far; one more costs
+    # no more.
     best = np.concatenate(([0], edges * below[1:]))
     choices: list[NDArray[np.int64]] = []
     for _ in range(1, min(count, size)):
@@ -232,9 +233,7 @@ def optimal(lengths: ArrayLike, *, count: int, multiple: int, limit: int | None 
         for j in range(2, size + 1):
             # The last bucket holds candidates i + 1 to j: all of them padded up to candidate j.
             costs = best[1:j] + edges[j - 1] * (below[j] - below[1:j])
-            i = int(costs.argmin())
-            if costs[i] < then[j]:
-                then[j], choice[j] = costs[i], i + 1
+            then[j], choice[j] = costs.min(), costs.argmin() + 1
         best = then
         choices.append(choice)
     result, j = [int(edges[-1])], size

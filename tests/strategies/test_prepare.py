@@ -38,7 +38,7 @@ def preparation(patch: pytest.MonkeyPatch, *, clock: Sequence[float], main: Sequ
     thread's processor seconds, at the start and once all is waited for; ``own`` the background thread's.
     """
     thread, working, background = threading.current_thread(), iter(main), iter((0.0, own))
-    patch.setattr(prepare, "_import_inductor", lambda: None)
+    patch.setattr(prepare, "INDUCTOR", "time")
     patch.setattr(prepare, "_warm_up", lambda: None)
     times = {
         "perf_counter": iter(clock).__next__,
