@@ -93,14 +93,11 @@ class Modular(Strategy):
         for name, part in self._compiled().items():
             found = targets[name]
             regions = called_for(program.module, found) if part.how == "whole" else _blocks(program, found, name)
-            spared = {path: owner for path in regions for outer, owner in off.items() if holds(outer, path)}
-            if not regions:
-                raise ValueError(f"{KEY}: {name!r} holds no module to compile")
-            if spared.keys() >= set(regions):
-                because = ", ".join(map(repr, dict.fromkeys(spared.values())))
-                raise ValueError(f"{KEY}: all of {name!r} is off because of {because}; drop one of them")
-            for path in regions:
-                if path not in spared and owners.setdefault(path, name) != name:
+            kept = [path for path in regions if not any(holds(outer, path) for outer in off)]
+            if not kept:
+                raise ValueError(f"{KEY}: {name!r} holds no module to compile" + (", all is off" if regions else ""))
+            for path in kept:
+                if owners.setdefault(path, name) != name:
                     raise ValueError(f"{KEY}: {owners[path]!r} and {name!r} both mean {path}; give it to one of them")
         # A compiled submodule takes in all that it calls: settings of a part inside it would do nothing.
         for inner, owner in (*owners.items(), *off.items()):

@@ -170,11 +170,10 @@ class Checkpointing(Strategy):
 
     def begin(self, program: Program) -> None:
         """Another training of a program whose blocks were given back."""
-        from strategies.regions import recompute, recomputes
+        from strategies.regions import recompute
 
         for path, block in program.kept[self.name].items():
-            if not recomputes(block):
-                recompute(path, block)
+            recompute(path, block)
 
     def end(self, program: Program) -> None:
         from strategies.regions import recomputes

@@ -304,6 +304,8 @@ _FORWARDS: weakref.WeakKeyDictionary[type[nn.Module], types.FunctionType] = weak
 
 def recompute(path: str, block: nn.Module) -> None:
     """Let ``block`` compute its activations again in the backward. Raises ValueError where its forward is patched."""
+    if recomputes(block):  # under another path
+        return
     if "forward" in vars(block):
         raise ValueError(
             f"compile.checkpointing: {path}: the forward of this {type(block).__name__} has been replaced on the "

@@ -69,6 +69,18 @@ def test_every_second_block_may_keep_its_activations() -> None:
     assert "checkpointing: found repeated blocks in layers" in program.notes
 
 
+def test_a_block_under_two_paths_is_computed_again_once() -> None:
+    module = stack()
+    module.again = nn.ModuleList(module.layers)
+    program = Program(module=module)
+    strategy = Checkpointing(blocks=["layers", "again"])
+    strategy.apply(program)
+    gradients(module)
+    assert [block.calls for block in module.layers] == [2, 2, 2, 2]
+    strategy.end(program)
+    assert not any("forward" in vars(block) for block in module.layers)
+
+
 def test_activations_are_not_kept_for_the_backward() -> None:
     def saved(module: nn.Module) -> int:
         held: dict[int, int] = {}
