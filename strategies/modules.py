@@ -290,8 +290,6 @@ class Background(Strategy):
     def apply(self, program: Program) -> None:
         """Raise ValueError where there is nothing that can be compiled in the background."""
         for other in program.strategies:
-            if other.chooser is not None:
-                raise ValueError(f"compile: {other.name!r} has a helper of its own; leave {self.name!r} out")
             if other.name not in TOGETHER:
                 raise ValueError(
                     f"compile: {self.name!r} does not go with {other.name!r}: what that one prepares is not known to "
