@@ -116,3 +116,8 @@ def test_json_is_strict_and_has_nothing_for_what_never_pays_back() -> None:
     assert written["rows"][1]["runs"]["cold"] == ["2", "3"]
     assert written["verdict"] == found.verdict
     assert decision(found)["pays back after steps"] == [ABSENT, "never"]
+
+
+def test_a_small_figure_keeps_two_digits() -> None:
+    shown = {0.0: "0.000", 0.5: "0.500", 0.044: "0.044", 0.0074: "0.0074", 0.00041: "0.00041"}
+    assert {value: tables.number(value) for value in shown} == shown, "0.000 J/sample says nothing"

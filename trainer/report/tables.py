@@ -14,10 +14,10 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainer.report.comparison import Row, WorkloadComparison
-from trainer.report.flags import DECISIVE_VERSIONS, deciding, parity_of
+from trainer.report.comparison import DECISIVE_VERSIONS, Row, WorkloadComparison, deciding, parity_of
 from trainer.report.runs import Cell, Run, fixed_settings, set_parameters
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
+from trainer.telemetry import files
 from trainer.telemetry.files import finite
 from trainer.telemetry.record import RunRecord
 
@@ -103,10 +103,12 @@ def _steps(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits at least, and no exponent."""
+    """Three digits at least, two below 0.01, and no exponent."""
     if value is None:
         return ABSENT
     size = abs(value)
+    if 0 < size < 0.01:
+        return files.number(value, 3)
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:,.{digits}f}"
 
