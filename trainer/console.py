@@ -320,7 +320,7 @@ def _waiting(record: RunRecord) -> str:
 def communication_line(ranks: Sequence[RankFigures]) -> str:
     """What no compute hides, and the rank that the others wait for, where that matters; empty where nobody knows."""
     found = communication_of(ranks)
-    if found is None or found.exposed_share is None or found.step_seconds is None:
+    if found is None:
         return ""
     exposed, late = f"{found.exposed_share:.1%} of a step is not hidden by compute", found.skew_seconds
     if late <= MUCH_SKEW * found.step_seconds:

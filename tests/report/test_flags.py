@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.report.records import record
-from trainer.report.comparison import WorkloadComparison
+from trainer.report.comparison import WorkloadComparison, parity_of
 from trainer.report.comparison import compare_runs as compare
-from trainer.report.flags import parity_of
 from trainer.report.runs import Run
 from trainer.telemetry.record import Event, RunRecord
 

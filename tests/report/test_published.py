@@ -13,8 +13,7 @@ from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.config import compose
 from trainer.report import published
-from trainer.report.comparison import compare_runs
-from trainer.report.flags import parity_of
+from trainer.report.comparison import compare_runs, parity_of
 from trainer.report.pictures import PICTURES
 from trainer.report.published import (
     BETTER,

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.report import pictures
-from trainer.report.comparison import Row, WorkloadComparison, compare_runs
-from trainer.report.flags import BUSY
+from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_runs
 from trainer.report.runs import Run, find
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.files import finite, written_whole

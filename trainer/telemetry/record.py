@@ -136,9 +136,9 @@ class Communication:
     """Waits the least: the others wait for it."""
     skew_seconds: float
     """Of a step: how much longer the rank that waits most is in collectives than the slowest one."""
-    exposed_share: float | None
+    exposed_share: float
     """Of a step, the slowest rank's: what communication itself costs beyond what compute hides."""
-    step_seconds: float | None
+    step_seconds: float
 
 
 def communication_of(ranks: Sequence[RankFigures]) -> Communication | None:
@@ -147,8 +147,9 @@ def communication_of(ranks: Sequence[RankFigures]) -> Communication | None:
     if len(waits) < max(len(ranks), 2):
         return None
     slowest = ranks[waits.index(min(waits))]
-    step = slowest.steady_step_seconds_median
-    return Communication(slowest, max(waits) - min(waits), min(1.0, min(waits) / step) if step else None, step)
+    if not (step := slowest.steady_step_seconds_median):
+        return None
+    return Communication(slowest, max(waits) - min(waits), min(1.0, min(waits) / step), step)
 
 
 @dataclass(kw_only=True)

@@ -152,8 +152,6 @@ class Telemetry:
             self._clock.mark()
             self._clock.fetches()  # before the lap began
             self._step.after, self._after = self._after, None
-            if self.meter.warm:
-                self._machine.begin()
             self.phase = "profiling" if self._profiler is not None and self._profiler.recording else "training"
         self._step.fetches += self._clock.fetches()
         if not self._step.batches:
@@ -189,7 +187,7 @@ class Telemetry:
             self._energy.discard()
         elif self.meter.warm:
             self._energy.step((step.counts and step.counts[0]) or 0)
-        if self.meter.warm and not was_warm:
+        if self.meter.warm:
             self._machine.begin()
         self.last_step = step
         self._begin_step()
