@@ -183,6 +183,21 @@ def test_only_what_is_beyond_the_spread_is_slower(eager: list[float], compiled: 
     assert Sample(eager_seconds=eager, compiled_seconds=compiled).slower is slower
 
 
+class Hooked(L.Callback):
+    def on_after_backward(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("others", "why"), [([], "changes CLOCK.now"), ([Hooked()], "Hooked.on_after_backward")])
+def test_steps_whose_capture_is_refused_are_timed_as_any_other(
+    others: list[L.Callback], why: str, slow_backend: str, tmp_path: Path
+) -> None:
+    compile_ = Compile([Regional(backend=slow_backend), Captured()], warmup_steps=1)
+    with pytest.warns(UserWarning, match=r"slower than eager: a step takes \d"):
+        fit(Slow(), tmp_path, [compile_, *others], max_steps=STEPS)
+    assert compile_.record.report["captured"]["refused"][0].startswith(why)
+    assert [one["replayed"] for one in compile_.record.report["slowdown"]["on_later_batches"]] == [False] * ENOUGH_PAIRS
+
+
 def test_captured_steps_are_timed_beside_eager_without_parity_too(tmp_path: Path) -> None:
     compile_ = Compile([Regional(backend="eager"), Captured()], warmup_steps=1, on_slower="eager", parity="off")
     fit(Blocks(), tmp_path, [compile_], max_steps=400, max_epochs=-1)

@@ -97,7 +97,7 @@ class Guards:
                 if program.step is not None:
                     program.step.warmed = True
                 self._lock = Lock(program.padding, program, self._telemetry.compiler)
-        elif slowdown is not None and slowdown.wanted and program.step is None:
+        elif slowdown is not None and slowdown.wanted and not program.captures_steps:
             self._time(slowdown, batch)
 
     def resume(self) -> None:
@@ -108,9 +108,9 @@ class Guards:
                 self._program.step.warmed = True
 
     def around_micro_batch(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[dict[str, Any]] | None:
-        """What times replays of it after it was replayed, where that is wanted."""
+        """What times it once more after it has run, by replays where it was replayed, where that is wanted."""
         slowdown = self._slowdown
-        if slowdown is None or not slowdown.wanted or self._program.step is None:
+        if slowdown is None or not slowdown.wanted or not self._program.captures_steps:
             return None
         return self._timing_replays(slowdown, micro_batch)
 
@@ -120,14 +120,18 @@ class Guards:
         assert graphs is not None
         replays = graphs.replays
         yield {}
-        if graphs.given_up or not (micro_batch.begins and micro_batch.ends):
+        if not (micro_batch.begins and micro_batch.ends):
             slowdown.take(None)
         elif (replayed := graphs.replays) > replays:
-            self._time(slowdown, micro_batch.batch, lambda: micro_batch.run(micro_batch.batch))
+            self._time(slowdown, micro_batch.batch, lambda: micro_batch.run(micro_batch.batch), within_step=True)
             graphs.replays = replayed  # those were no steps of the training
+        elif self._loop.everywhere(graphs.settled):  # steps like it are not captured
+            self._time(slowdown, micro_batch.batch, within_step=True)
 
-    def _time(self, slowdown: Slowdown, batch: Any, own: Callable[[], Any] | None = None) -> None:
-        self._telemetry.pause("timing eager", within_step=own is not None)
+    def _time(
+        self, slowdown: Slowdown, batch: Any, own: Callable[[], Any] | None = None, *, within_step: bool = False
+    ) -> None:
+        self._telemetry.pause("timing eager", within_step=within_step)
         began = now()
         try:
             sample = self._preflight.time_again(batch, own, eager_first=len(slowdown.later) % 2 == 0)
@@ -138,7 +142,7 @@ class Guards:
             self._program.notes.append(f"replays could not be timed beside eager: {one_line(error)}")
         slowdown.take(sample, seconds=now() - began)
         self._judge(slowdown)
-        if own is not None:
+        if within_step:
             self._telemetry.batch_start()
 
     def after_batch(self, *, stepped: bool) -> None:

@@ -170,14 +170,14 @@ class LightningLoop(Processes):
 
     def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
         if self._manual is not None:
-            return self._manual_step(batch, inspect, together=together)
+            return self._manual.step(batch, inspect, contextlib.nullcontext if together else self.apart)
         closure = self._closure(batch, inspect)
         with contextlib.nullcontext() if together else self.apart():
             return closure()
 
     def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
         if self._manual is not None:
-            return self._manual_step(batch, inspect, together=True)
+            return self._manual.step(batch, inspect, contextlib.nullcontext)
         losses: list[Tensor] = []
         closure = self._closure(batch, inspect)
 
@@ -360,13 +360,6 @@ class LightningLoop(Processes):
             return loss.detach()
 
         return run
-
-    def _manual_step(self, batch: Any, inspect: Inspect | None, *, together: bool) -> Tensor:
-        assert self._manual is not None
-        returned = self._manual.step(batch, inspect, contextlib.nullcontext if together else self.apart)
-        if returned is None:
-            raise SkippedStep("training_step took no manual_backward and no optimizer step on the first batch")
-        return torch.stack(returned) if returned else torch.empty(0)
 
     def _arguments(self, batch: Any, number: int) -> OrderedDict[str, Any]:
         if self.cuda_graphs:

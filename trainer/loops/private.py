@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import model_helpers
 from torch import Tensor
 
-from strategies.loop import Inspect, Span
+from strategies.loop import Inspect, SkippedStep, Span
 
 
 def kinds(*classes: Any) -> tuple[Any, ...]:
@@ -195,8 +195,8 @@ class ManualSteps:
 
     def step(
         self, batch: Any, inspect: Inspect | None, apart: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> list[Tensor] | None:
-        """Take a step; returns the numbers that the training steps returned, None if they took no step and no backward.
+    ) -> Tensor:
+        """Take a step; returns the numbers that the training steps returned. Raises SkippedStep.
 
         ``inspect`` is called after every ``manual_backward`` with the loss that it was given, before any scaling. Every
         training step runs in an ``apart()`` of its own: after each one, Lightning tells DDP to reduce again.
@@ -215,9 +215,9 @@ class ManualSteps:
                 if self.span is None and len(stepped) == len(self._trainer.optimizers):
                     break
         if not stepped and all(parameter.grad is None for parameter in self._trainer.lightning_module.parameters()):
-            return None
+            raise SkippedStep("training_step took no manual_backward and no optimizer step on the first batch")
         self.span = self.span or span
-        return returned
+        return torch.stack(returned) if returned else torch.empty(0)
 
     def _training_step(self, batch: Any, number: int, stepped: set[int]) -> dict[str, Any]:
         """One ``training_step`` as the loop runs it; the numbers of the optimizers that step go into ``stepped``."""
