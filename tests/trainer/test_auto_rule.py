@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+import math
+import random
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -303,3 +305,55 @@ def test_what_a_helper_compiles_costs_its_take_over_and_saves_nothing_before_it_
     assert known.next(eager, enough - int(ready), STARTED) is regional
     known.arms["whole", False].not_ready = "killed"
     assert known.next(eager, 10**6, STARTED, helper=True) is None
+
+
+def drawn(count: int, steps: int) -> Counter[int]:
+    """Shapes of batches as lengths of captions come: most are met a few times, some once."""
+    chance = random.Random(0)
+    return Counter(min(count - 1, int(chance.lognormvariate(0.0, 0.5) * count / 4)) for _ in range(steps))
+
+
+@pytest.mark.parametrize("seen", [45, 150, 500])
+def test_shapes_to_come_are_estimated_from_those_seen_once_and_twice(seen: int) -> None:
+    known = arms()
+    known.shapes = drawn(200, seen)
+    came = len(drawn(200, 2_000)) - len(known.shapes)
+    assert came / 3 <= known.new_shapes(2_000 - seen) <= 2 * came, "a lower bound of what is expected"
+
+
+@pytest.mark.parametrize(
+    "shapes", [{}, {"a": 30}, {"a": 30, "last": 1}, {"a": 30, "last": 2}, dict.fromkeys("abcdefgh", 4)]
+)
+def test_batches_of_shapes_that_all_came_often_bring_no_new_one(shapes: dict[str, int]) -> None:
+    known = arms()
+    known.shapes = Counter(shapes)
+    assert known.new_shapes(10**6) <= 1
+
+
+def test_a_step_is_not_captured_where_captures_of_shapes_to_come_take_more_than_they_save() -> None:
+    known = arms()
+    eager = known.arms[EAGER, False]
+    eager.step_seconds, eager.switched_at_step = 0.07, 0
+    for module in ("regional", "whole"):
+        known.arms[module, False].failed = known.arms[module, True].failed = "not looked at"
+    assert known.next(eager, 1_955, STARTED) is known.arms[EAGER, True], "batches of one shape"
+    known.shapes = drawn(200, 45)
+    assert known.next(eager, 1_955, STARTED) is None
+    assert known.next(eager, 20_000, STARTED) is known.arms[EAGER, True]
+    known.shapes = Counter(dict.fromkeys(range(8), 6))
+    assert known.next(eager, 1_955, STARTED) is known.arms[EAGER, True], "a few buckets"
+
+
+def test_compiles_for_further_shapes_are_expected_where_the_modules_need_them() -> None:
+    known = arms(capture=False)
+    eager, regional = known.arms[EAGER, False], known.arms["regional", False]
+    seconds = SETUP_SECONDS["regional"]
+    known.max_further_shapes = 1
+    assert known.expected_setup(regional, eager) == seconds
+    known.shapes = Counter(range(8))
+    assert known.expected_setup(regional, eager) == 1.5 * seconds, "the second one makes sizes symbolic"
+    known.max_further_shapes = math.inf
+    assert known.expected_setup(regional, eager) == 4.5 * seconds
+    known.helped["regional"] = True
+    known.max_further_shapes = 0
+    assert known.expected_setup(regional, eager) == SETUP_SECONDS["regional after a helper"]

@@ -13,7 +13,8 @@ import contextlib
 import datetime
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ SETUP_SECONDS = {
 """What taking over is expected to take where this program has not run before, the comparison with eager included. On
 H200s (docs/results) compiling took 6 to 35 s, 13 to 60 s, capturing 0.05 to 0.5 s, and a helper 34 to 42 s for
 regions."""
+FURTHER_SHAPE = 0.5
+"""Share of a first compile that one for another shape takes: 7 of 15 s a bucket, in captioning on an H200."""
 BESIDE_HELPER = 0.1
 """By how much steps are longer while a helper compiles: 9% in captioning, 10% in ResNet-50, both captured, on H200s."""
 MAX_SAVED = 0.35
@@ -135,6 +138,25 @@ class Knowledge:
     arms: dict[tuple[str, bool], Arm]
     helped: dict[str, bool] = field(default_factory=dict)
     """What a helper process compiles, ``regional`` or ``whole``, and whether it has."""
+    shapes: Counter[Any] = field(default_factory=Counter)
+    """Steps by the shape of their batch."""
+    max_further_shapes: float = 0
+    """Shapes of batches after the first for which modules are compiled again."""
+
+    def new_shapes(self, steps: int) -> float:
+        """Shapes that the next ``steps`` steps are expected to bring for the first time, from those seen once and twice
+        (Chao's estimate of unseen species, extrapolated as by Colwell et al. 2012, eq. 9)."""
+        once, twice = (sum(times == count for times in self.shapes.values()) for count in (1, 2))
+        unseen = once**2 / (2 * twice) if twice else once * (once - 1) / 2
+        if not unseen:
+            return 0.0
+        return unseen * (1 - (1 - once / (self.shapes.total() * unseen + once)) ** steps)
+
+    def capture_seconds(self, arm: Arm, best: Arm, steps: int, captured: Container[Any] = ()) -> float:
+        """That ``steps`` steps of ``arm`` take for captures of batches of further shapes, over those of ``best``."""
+        again = sum(shape not in captured for shape in self.shapes) - (not captured)
+        new = 0.0 if best.captured else self.new_shapes(steps)
+        return SETUP_SECONDS["cuda_graph"] * (max(0, again) + new) if arm.captured else 0.0
 
     def expected_setup(self, arm: Arm, now: Arm) -> float:
         """Seconds for which the training stands still until ``arm`` trains, from ``now``."""
@@ -142,10 +164,12 @@ class Knowledge:
         if arm.setup_seconds is not None and not any(one in self.helped for one in changed):
             return arm.setup_seconds
         changes = [TAKING_OVER.format(one) if one in self.helped else one for one in changed]
+        further = FURTHER_SHAPE * min(self.max_further_shapes, len(self.shapes) - 1) if self.shapes else 0.0
         capture = SETUP_SECONDS["cuda_graph"] if arm.captured else 0.0
         if capture and now.never_waited_steps is not None:
             capture = max(capture, CAPTURE_STEPS * (now.step_seconds or 0.0))
-        return sum(SETUP_SECONDS[change] for change in changes) + capture
+        again = further * sum(SETUP_SECONDS[one] for one in changed)  # in the foreground, also after a helper
+        return sum(SETUP_SECONDS[change] for change in changes) + again + capture
 
     def needs_helper(self, arm: Arm, now: Arm) -> bool:
         """Whether a helper process has to compile ``arm`` before it can take over from ``now``."""
@@ -196,6 +220,7 @@ class Knowledge:
             takes = SETUP_SECONDS[HELPER.format(arm.module)] if helper else 0.0
             left = max(0.0, steps_left * best.step_seconds - takes)
             saved = left * self.most_saved(arm, best) - BESIDE_HELPER * takes
+            saved -= self.capture_seconds(arm, best, steps_left)
             setup = self.expected_setup(arm, best)
             capturing = arm.module == best.module
             if arm.step_seconds is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -152,6 +153,9 @@ class Chooser:
             self._candidates.known = self._known
             self._base = self._best = self._on = self._known.arms[EAGER, False]
         self._base.switched_at_step = self._loop.steps_done
+        padding = self._program.padding
+        apart = math.inf if padding is not None and padding.dynamic is False else 0
+        self._known.max_further_shapes = 1 if padding is None else apart
         best = self._known.best_known(self._base, self._steps_left)
         self._candidates.record_calls(self._others, STRATEGIES)
         if best is not self._base and not self._known.needs_helper(best, self._base):
@@ -231,6 +235,7 @@ class Chooser:
         """An optimizer step is over: judge what has been timed long enough."""
         if not self._begun:
             return
+        self._known.shapes[self._shape] += 1
         ahead = self._ahead.end()
         rests = self._on is self._best and self._best.steps_timed > 0 and self._next is None  # it trains on meanwhile
         trying = self._candidates.trying
@@ -255,7 +260,7 @@ class Chooser:
         elif arm is not self._best:
             # What an earlier run chose was not measured against anything here: it stays.
             chosen_before = self.choice.remembered is not None and not self._best.steps_timed
-            if self._loop.broadcast(chosen_before or arm.over(self._best) < 1 - MARGIN):
+            if self._loop.broadcast(chosen_before or self._saves(arm)):
                 self._best = arm
             else:
                 self._leave(arm)
@@ -292,6 +297,14 @@ class Chooser:
         spent = self._switching_seconds + settling + max(0.0, captures)
         arm.setup_seconds = 0.0 if arm is self._base else float(self._loop.broadcast(spent))
         return True
+
+    def _saves(self, arm: Arm) -> bool:
+        """Whether the steps left take less time under ``arm``, which was timed, further captures included."""
+        assert self._best.step_seconds is not None
+        saved = 1 - arm.over(self._best)
+        had = {shape for _, shape, _ in self._steps}
+        to_come = self._known.capture_seconds(arm, self._best, self._steps_left, had)
+        return saved > MARGIN and saved * self._best.step_seconds * self._steps_left > to_come
 
     def _measured(self, arm: Arm, median: float, by_shape: dict[Any, float]) -> tuple[float, dict[Any, float]]:
         return median, by_shape
@@ -388,6 +401,10 @@ class Chooser:
         parts.append(
             "the steps to come pay for nothing else" if self.decided else "the run ended before the choice did"
         )
+        shapes = self._known.shapes
+        if self._program.padding is None and len(shapes) > 2:  # one more than a last, smaller batch
+            line = f"{len(shapes)} shapes of batches in {shapes.total():,} steps, and a capture serves one of them"
+            parts.append(f"{line}: where lengths differ, compile=[auto,buckets] leaves a few")
         if best.never_waited_steps is not None:
             parts.append(NEVER_WAITED.format(best.never_waited_steps))
         source = f" (began with what a run of {self.choice.remembered} measured)" if self.choice.remembered else ""
