@@ -45,6 +45,8 @@ SETUP_SECONDS = {
 """What taking over is expected to take where this program has not run before, the comparison with eager included. On
 H200s (docs/results) compiling took 6 to 35 s, 13 to 60 s, capturing 0.05 to 0.5 s, and a helper 34 to 42 s for
 regions."""
+JUDGED_STEPS = 15
+"""Steps after which an arm is judged at the soonest."""
 FURTHER_SHAPE = 0.5
 """Share of a first compile that one for another shape takes: 7 of 15 s a bucket, in captioning on an H200."""
 BESIDE_HELPER = 0.1
@@ -158,6 +160,12 @@ class Knowledge:
         new = 0.0 if best.captured else self.new_shapes(steps)
         return SETUP_SECONDS["cuda_graph"] * (max(0, again) + new) if arm.captured else 0.0
 
+    def captures_tried(self) -> float:
+        """Seconds that captures of further shapes are expected to take until captured steps are judged."""
+        steps = self.shapes.total()
+        different = sum(1 - (1 - times / steps) ** JUDGED_STEPS for times in self.shapes.values())
+        return SETUP_SECONDS["cuda_graph"] * max(0.0, different - 1)
+
     def expected_setup(self, arm: Arm, now: Arm) -> float:
         """Seconds for which the training stands still until ``arm`` trains, from ``now``."""
         changed = [arm.module] if arm.module not in (EAGER, now.module) else []
@@ -227,7 +235,7 @@ class Knowledge:
                 pays = saved > setup
             elif capturing:
                 factor = 1.0 if best.never_waited_steps is None else PAYS
-                pays = saved > factor * setup and setup <= SHARE * (age_seconds + left)
+                pays = saved > factor * setup and setup + self.captures_tried() <= SHARE * (age_seconds + left)
             else:
                 pays = saved > PAYS * setup
             if pays and (arm.captured or not capturing):  # no graph is given up to see whether it was in vain
