@@ -267,6 +267,23 @@ def test_what_is_in_the_compilers_caches_is_expected_to_load(tmp_path: Path, mon
         assert (regional.setup_seconds, regional.cached) == (seconds, there)
 
 
+def test_the_next_run_counts_captures_of_all_shapes(tmp_path: Path) -> None:
+    known = measured()
+    captured = known.arms[EAGER, True]
+    captured.step_seconds, captured.setup_seconds = 0.9, 0.2
+    known.shapes = Counter({"a": 30, "last": 1})
+    assert known.keep(tmp_path / "a.json") is None
+    kept = arms()
+    kept.recall(tmp_path / "a.json")
+    assert kept.arms[EAGER, True].setup_seconds == SETUP_SECONDS["cuda_graph"]
+    known.shapes = drawn(200, 45)
+    assert known.keep(tmp_path / "a.json") is None
+    kept.recall(tmp_path / "a.json")
+    setup = kept.arms[EAGER, True].setup_seconds
+    assert setup is not None
+    assert setup > len(known.shapes) * SETUP_SECONDS["cuda_graph"]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 5, "arms": 3, "written": "x"}'])
 def test_a_damaged_or_foreign_memory_counts_as_none(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.json"
