@@ -73,33 +73,24 @@ class Rollback:
             if self._loop.anywhere(needs_kept_buffers(seen) and keep_buffers()):
                 restore()
                 continue
-            fails = self._mode == "fail" and not self.trained and error is not None and not is_recompile_limit(error)
-            hopeless = not self.anything_left or is_out_of_memory(seen)
-            if self._loop.anywhere(hopeless or fails):
-                if is_double_backward(seen) and self._loop.world_size == 1:
-                    restore()
-                    if broken := self._kinds_that_fail(run, restore):
-                        named = _listed([region.path for region in broken])
-                        raise CompileFailed(f"{named}: {one_line(seen)}") from seen
-                elif fails and not hopeless and self._loop.world_size == 1:
-                    self._ask_eager(seen, run, restore)
-                _explain(seen)
+            if self._loop.anywhere(not self.anything_left or is_out_of_memory(seen)):
                 raise _together(seen)
             restore()
             with eager(self._program):
                 users_own = self._tried(run)
             if self._loop.anywhere(users_own is not None):
                 raise _together(users_own or seen)
+            fails = self._mode == "fail" and not self.trained and error is not None and not is_recompile_limit(error)
+            if self._loop.anywhere(fails):
+                if is_double_backward(seen) and self._loop.world_size == 1:
+                    restore()
+                    if broken := self._kinds_that_fail(run, restore):
+                        named = _listed([region.path for region in broken])
+                        raise CompileFailed(f"{named}: {one_line(seen)}") from seen
+                seen.add_note(REMEDY)
+                raise _together(seen)
             self._roll_back_what_fails(what, run, restore, error)
             restore()
-
-    def _ask_eager(self, error: Exception, run: Callable[[], Any], restore: Callable[[], None]) -> None:
-        """Say in an error of compiled code that ran, which is not the compiler's own, that eager has none."""
-        if not is_compile_error(error):
-            restore()
-            with eager(self._program):
-                if self._tried(run) is None:
-                    error.add_note("eager takes this step: on_compile_error=eager runs eager what fails compiled")
 
     def together(self, run: Callable[[], Any]) -> None:
         """Do ``run``; where it fails on one process it fails on all, so that none begins the next step alone."""
@@ -193,7 +184,8 @@ class Rollback:
             self._beyond_limit(type(region.module), step=step + 1)
             return
         if self._mode == "fail" and not self.trained:
-            _explain(error)
+            if is_compile_error(error):
+                error.add_note(REMEDY)
             raise error
         self.give_up([one for one in self._program.regions if one.kind == region.kind], one_line(error), step=step + 1)
 
@@ -221,12 +213,6 @@ class Rollback:
         }
         first = Event(kind="fallback", reason=line, step=step, phase=self._watch.phase)
         self._watch.events[:] = [first, *reversed(seen.values())]
-
-
-def _explain(error: BaseException) -> None:
-    """Say in torch's error what helps."""
-    if is_compile_error(error):
-        error.add_note(REMEDY)
 
 
 def _together(error: Exception) -> Exception:
