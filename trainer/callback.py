@@ -25,7 +25,7 @@ from strategies.regions import give_up, guard_calls, rest, wake
 from trainer.guards import CompiledNothing
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import kinds, replaced
-from trainer.loops.processes import EpochEnds, epoch_ends
+from trainer.loops.processes import EpochEnds, SigtermAgreement, epoch_ends
 from trainer.loops.training import CompiledTraining, Logs
 from trainer.telemetry.files import flat
 from trainer.telemetry.record import FILE_NAME
@@ -65,6 +65,7 @@ class Compile(CompiledTraining, L.Callback):
 
     watch: Watch | None = None
     _epoch_ends: EpochEnds | None = None
+    _sigterm: SigtermAgreement | None = None
     failed_by: BaseException | None = None
     """What ended the training; what is behind an error, where that is another process."""
 
@@ -76,6 +77,8 @@ class Compile(CompiledTraining, L.Callback):
             )
         if trainer.world_size > 1:
             self._watch_over_processes(trainer, pl_module)
+            if stage == "fit" and self._own is not None:  # else its owner handles signals
+                self._sigterm = SigtermAgreement(trainer)
         # Before weights are sharded or wrapped, Lightning has no hook of a callback that comes after those two.
         undo = self._settings.enter_context(contextlib.ExitStack())
 
@@ -176,6 +179,8 @@ class Compile(CompiledTraining, L.Callback):
         self.pause("saving")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._sigterm is not None:
+            self._sigterm.settle()
         self.finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

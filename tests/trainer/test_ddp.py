@@ -20,6 +20,7 @@ from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks
 from tests.trainer.runs import curve, overrides, train
 from trainer.build import build_trainer
+from trainer.callback import Compile
 from trainer.config import compose
 from trainer.loops.processes import DDP
 
@@ -124,7 +125,7 @@ def test_gradients_that_are_kept_and_weights_that_thaw_are_those_of_one_process(
             torch.testing.assert_close(weights, reference, rtol=1e-4, atol=1e-6)
 
 
-def told_to_stop(folder: str) -> tuple[str, int]:
+def told_to_stop(folder: str, strategy: str) -> tuple[str, int]:
     """One rank gets a SIGTERM in its third step; returns what has ended the training, and at which step."""
 
     class Told(L.Callback):
@@ -136,9 +137,9 @@ def told_to_stop(folder: str) -> tuple[str, int]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDP(),
+        strategy=DDP() if strategy == "ours" else strategy,
         max_steps=9,
-        callbacks=[Told()],
+        callbacks=[Told(), Compile(verbose=False)],
         default_root_dir=folder,
         **options,
     )
@@ -150,8 +151,9 @@ def told_to_stop(folder: str) -> tuple[str, int]:
     return "", trainer.global_step
 
 
-def test_a_sigterm_to_one_ends_both_at_one_step(pair: Pair, tmp_path: Path) -> None:
-    assert pair(told_to_stop, str(tmp_path)) == [("SIGTERM", 5), ("SIGTERM", 5)]
+@pytest.mark.parametrize("strategy", ["ours", "ddp"])
+def test_a_sigterm_to_one_ends_both_at_one_step(strategy: str, pair: Pair, tmp_path: Path) -> None:
+    assert pair(told_to_stop, str(tmp_path), strategy) == [("SIGTERM", 5), ("SIGTERM", 5)]
 
 
 def test_lightning_still_waits_for_a_flag_in_each_step() -> None:

@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from strategies import Program
 from strategies.regions import expand_blocks, find_containers, never_called, outermost
 from trainer.loops.checkpoint_io import ShardedCheckpoints
-from trainer.loops.processes import UNKNOWN, Agreement, SigtermAgreement
+from trainer.loops.processes import UNKNOWN, Agreement
 from trainer.loops.training import CompiledTraining
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -66,7 +66,6 @@ class FSDP2(ShardedCheckpoints):
         self.reshard_after_forward = reshard_after_forward
         self.units: list[str] = []
         self._modules: tuple[nn.Module, list[FSDPModule]] | None = None
-        self._sigterm: SigtermAgreement | None = None
         self._agreement: Agreement | None = None
         self._called: list[str | None] = []
         self._calls_before = 0
@@ -108,15 +107,11 @@ class FSDP2(ShardedCheckpoints):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            several = trainer.world_size > 1
-            self._sigterm = SigtermAgreement(trainer) if several else None
-            self._agreement = Agreement() if several else None
+            self._agreement = Agreement() if trainer.world_size > 1 else None
         self.setup_precision_plugin()
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._sigterm is not None:
-            self._sigterm.settle()
         self._compare_calls(last=True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

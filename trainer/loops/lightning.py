@@ -30,6 +30,7 @@ from strategies.torch_patches import as_capturing
 from trainer.loops.private import (
     LightningMicroBatch,
     ManualSteps,
+    hooks_within_step,
     is_overridden,
     kinds,
     muted,
@@ -42,10 +43,6 @@ from trainer.loops.processes import Processes, evaluating
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-SILENT_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-"""Hooks within a step; a replay would not call them."""
-REPLACED_METHODS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
 
 Value = TypeVar("Value")
 _LOG_PARAMETERS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
@@ -232,14 +229,8 @@ class LightningLoop(Processes):
             return
         if len(self.optimizers) != 1:
             yield f"{len(self.optimizers)} optimizers"
-        for hook in (*SILENT_HOOKS, *REPLACED_METHODS):
-            if is_overridden(hook, module):
-                yield f"{type(module).__name__}.{hook} is called on the host in every step"
-        plain = kinds(L.Callback)
-        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-            for hook in SILENT_HOOKS:
-                if getattr(getattr(callback, hook), "__func__", None) not in [getattr(one, hook) for one in plain]:
-                    yield f"{type(callback).__name__}.{hook} is called on the host in every step"
+        for hook in hooks_within_step(module, self._trainer.callbacks):  # type: ignore[attr-defined]
+            yield f"{hook} is called on the host in every step"
         if self._trainer._detect_anomaly:
             yield "detect_anomaly reads every gradient on the host"
 

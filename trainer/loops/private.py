@@ -10,7 +10,7 @@ import contextlib
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, cast
 
@@ -51,6 +51,21 @@ def untried(trainer: L.Trainer) -> str | None:
 def is_overridden(hook: str, module: L.LightningModule) -> bool:
     parents = kinds(L.LightningModule)
     return model_helpers.is_overridden(hook, module, next(one for one in parents if isinstance(module, one)))
+
+
+HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+METHODS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
+"""Hooks within a step, and methods of a module that replace parts of one."""
+
+
+def hooks_within_step(module: L.LightningModule, callbacks: Iterable[L.Callback]) -> Iterator[str]:
+    """Those that call code of the user's on the host, which sees gradients and which no replay calls."""
+    yield from (f"{type(module).__name__}.{hook}" for hook in (*HOOKS, *METHODS) if is_overridden(hook, module))
+    plain = kinds(L.Callback)
+    for callback in callbacks:
+        for hook in HOOKS:
+            if getattr(getattr(callback, hook), "__func__", None) not in [getattr(one, hook) for one in plain]:
+                yield f"{type(callback).__name__}.{hook}"
 
 
 @contextlib.contextmanager

@@ -16,13 +16,12 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import model_helpers
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.loop import Around, Inspect, LogCall, Loop, MicroBatch, Restorable, Span
-from trainer.loops.private import is_overridden, kinds, on_sigterm, replace
+from trainer.loops.private import hooks_within_step, kinds, on_sigterm, replace
 
 Value = TypeVar("Value")
 
@@ -330,8 +329,7 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class DDP(DDPStrategy):
-    """Lightning's ``DDPStrategy`` without its waits: gradients are views of the buckets that are reduced, and a stop by
-    SIGTERM is agreed on beside the device.
+    """Lightning's ``DDPStrategy`` whose gradients are views of the buckets that are reduced.
 
     Args:
         captures: Whether steps are captured in CUDA graphs with their collectives. The module is then wrapped on
@@ -350,17 +348,11 @@ class DDP(DDPStrategy):
         self.captures, self._views = captures, gradient_as_bucket_view
         self._frozen: list[nn.Parameter] = []
         self._error_handling = os.environ.get(ERROR_HANDLING)
-        self._sigterm: SigtermAgreement | None = None
 
     def setup_distributed(self) -> None:
         if self.captures:
             os.environ[ERROR_HANDLING] = "0"
         super().setup_distributed()
-
-    def setup(self, trainer: L.Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == "fit" and trainer.world_size > 1:
-            self._sigterm = SigtermAgreement(trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Wrap the module again once it trains a weight that was frozen then: torch would not reduce its gradients, and
@@ -381,11 +373,6 @@ class DDP(DDPStrategy):
         with torch.cuda.stream(self.stream):  # None: stays where it is
             return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        if self._sigterm is not None:
-            self._sigterm.settle()
-
     def teardown(self) -> None:
         super().teardown()
         if self._error_handling is not None:
@@ -394,17 +381,9 @@ class DDP(DDPStrategy):
             os.environ.pop(ERROR_HANDLING, None)
 
 
-GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-MODULE_HOOKS = (*GRADIENT_HOOKS, "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
-
-
 def _sees_gradients(module: L.LightningModule | None) -> bool:
     """Whether code of the user's is called while there are gradients; neither Lightning's nor this project's is."""
     assert module is not None
     known = ("lightning", __name__.partition(".")[0])
     others = [one for one in module.trainer.callbacks if type(one).__module__.partition(".")[0] not in known]  # type: ignore[attr-defined]
-    return (
-        not module.automatic_optimization
-        or any(is_overridden(hook, module) for hook in MODULE_HOOKS)
-        or any(model_helpers.is_overridden(hook, one, L.Callback) for one in others for hook in GRADIENT_HOOKS)
-    )
+    return not module.automatic_optimization or any(True for _ in hooks_within_step(module, others))
