@@ -216,15 +216,11 @@ class Audits:
         overflowed = getattr(self._optimizer, "found_inf", None)  # a fused step is called with it, and does nothing
         if "update" in self._never or (overflowed is not None and overflowed.item()):
             return
-        given: Sequence[Tensor | None] | None = None
-        if self._program.captures_steps and self._capture is not None:
-            given = self._capture.gradients
-        if given is None:
-            given = [parameter.grad for parameter in self._update.parameters]
+        captures = self._program.captures_steps
+        kept = self._capture.gradients if captures and self._capture is not None else None
+        given = [parameter.grad for parameter in self._update.parameters] if kept is None else kept
         if all(gradient is None for gradient in given):
-            where = (
-                "a captured step keeps its gradients to itself" if self._program.captures_steps else "they were cleared"
-            )
+            where = "a captured step keeps its gradients to itself" if captures else "they were cleared"
             self.facts.not_compared["update"] = f"there are no gradients after the step, {where}"
             return
         try:
@@ -358,11 +354,8 @@ class Audits:
         elif not wrong and facts.last_clean_step is None:
             facts.verdict, facts.reason = "not audited", "; ".join(sorted(set(facts.not_compared.values())))
         worst = max((one.share for one in found.values()), default=math.inf)
-        scalars = {
-            "usage/audit_worst_of_tolerance": worst if worst < math.inf else None,
-            "usage/audit_seconds": facts.seconds,
-        }
-        self._pages.scalars(scalars, self._number)
+        scalars = {"usage/audit_worst_of_tolerance": worst if worst < math.inf else None}
+        self._pages.scalars({**scalars, "usage/audit_seconds": facts.seconds}, self._number)
 
 
 def _complaint(kind: str, one: AuditDifference) -> str:

@@ -128,14 +128,14 @@ class ParityGate:
             )
             vague &= "reason" in figures["evaluation"]
         failed = self._loop.anywhere(bool(complaints))
-        zeros = ""
+        zeros: list[str] = []
         if names := [name for name, parameter in self._named.items() if parameter in self._zeros]:
-            zeros = (
+            zeros.append(
                 f"eager gives {', '.join(names[:3])}{', ...' * (len(names) > 3)} no gradient, compiled code one of "
                 "zeros (the loss uses no output of theirs), by which optimizers keep state and decay weights: freeze "
                 "them, requires_grad_(False)"
             )
-            self._program.notes.append(zeros)
+            self._program.notes += zeros
         facts = {
             "mode": self._mode,
             "verdict": "failed" if failed else "not compared" if vague else "passed",
@@ -144,9 +144,7 @@ class ParityGate:
             "draws_random_numbers": drew,
         }
         if failed:
-            reason = facts["reason"] = (
-                "; ".join([*complaints, zeros] if zeros else complaints) or "another process found it so"
-            )
+            reason = facts["reason"] = "; ".join([*complaints, *zeros]) or "another process found it so"
             raise ParityError(
                 f"parity={self._mode}: the compiled step is not eager's: {reason}. Nothing was trained. Leave "
                 "out strategies to find the one at fault; parity=off continues in spite of it",

@@ -97,12 +97,8 @@ class FSDP2(ShardedCheckpoints):
             program = next((one.program for one in trainer.callbacks if isinstance(one, CompiledTraining)), None)  # type: ignore[attr-defined]
             self._shard(module, program)
         self.model_to_device()  # what is neither a parameter nor a buffer, as metrics
-        for loop in (
-            trainer.fit_loop.epoch_loop.val_loop,
-            trainer.validate_loop,
-            trainer.test_loop,
-            trainer.predict_loop,
-        ):
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # parameters gathered in it could not be trained with
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
