@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +41,11 @@ examples:
 RUN is a record file, a run's folder, a folder that holds such folders at any depth, or a glob of these.
 Exit codes: 0 written, 2 wrong arguments or no runs.
 """
-TITLE = "What compiling costs, and what it gives"
 MAX_EVENTS = 40
 """Different events of a workload that are listed."""
 SHORT = (*tables.TEXT_COLUMNS, "what")
 PROSE = ("reason", "source line")
 """Columns of texts; the latter are broken into lines."""
-WORDS = {
-    "arm": "a list of strategies with their options; one of them, usually eager, is what the others are compared with",
-    "warm-up": "everything before the steps are steady, compiling included; cold: from empty compile caches, warm: "
-    "with what a cold run left there",
-    "speed": "the baseline's time of a steady step over the arm's: 2x is twice as fast. No difference is shown (~) "
-    "where its 95% interval holds 1, or the runs of one arm are as far apart as the arms",
-    "pays back": "the step after which an arm has made up for its warm-up",
-}
-"""What a reader meets on the page, in the words of the tables."""
 PATH = re.compile(r"(?<![\w.~:/-])(?:/[^\s/'\",:;()<>|]+)+/(?=[^\s/])")
 PACKAGES = re.compile(r"[^\s'\"=]*/(?:site|dist)-packages/")
 
@@ -88,21 +77,19 @@ def render(comparisons: Sequence[WorkloadComparison], scalings: Sequence[tuple[s
 
     Raises ValueError where Matplotlib is not installed.
     """
-    from jinja2 import Environment  # which torch brings along
+    from jinja2 import Environment, FileSystemLoader  # which torch brings along
 
     palette = arm_colours(comparisons)
     records = [record for one in comparisons for record in _records(one)]
     days = sorted({record.started[:10] for record in records if record.started})
     facts = [counted(len(comparisons), "workload"), counted(len(records), "run")]
     facts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
-    made = Environment(autoescape=True, finalize=_clean, keep_trailing_newline=True)
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=_clean, keep_trailing_newline=True
+    )
     made.filters["breakable"] = _breakable
-    files = resources.files("scripts")
-    return made.from_string(files.joinpath("report.html").read_text(encoding="utf-8")).render(
-        title=TITLE,
-        css=files.joinpath("report.css").read_text(encoding="utf-8"),
+    return made.get_template("report.html").render(
         facts=facts,
-        words=WORDS,
         comparisons=comparisons,
         scalings=scalings,
         palette=palette,
