@@ -158,7 +158,6 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
 
 
 def _verdict(found: WorkloadComparison) -> str:
-    """The sentence for a workload that has its baseline."""
     base = found.baseline
     ratios = [row.ratio for row in found.rows if row.ratio is not None]
     if not ratios:
@@ -180,7 +179,6 @@ def _verdict(found: WorkloadComparison) -> str:
 
 
 def _advice(found: WorkloadComparison) -> str:
-    """Which arm to use for how many steps."""
     base, crossings = found.baseline, found.crossings
     if not crossings:
         return f"steady steps differ from {base}'s; without what warming up takes there is no telling when it pays"

@@ -135,8 +135,6 @@ def _judged(logarithm: float, half_width: float, spread: float, *, pairs: int = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What an arm takes."""
-
     step_seconds: float
     """Mean of a steady step."""
     warmup_seconds: float

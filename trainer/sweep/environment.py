@@ -131,7 +131,6 @@ class Launch:
 
     @property
     def place(self) -> str:
-        """Which process this is, for people."""
         return f"rank {self.rank} on {socket.gethostname()}"
 
 

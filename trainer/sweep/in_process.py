@@ -139,7 +139,7 @@ def _arms(
     declared: Mapping[str, Any],
     accelerator: str,
 ) -> tuple[list[list[Strategy]], str]:
-    """Eager and the others, and what to know of their choice."""
+    """The arms, eager first, and what to know of their choice."""
     note = ""
     if given is None:
         alone: list[Strategy] = [Whole()]
@@ -262,7 +262,6 @@ class _Limit(L.Callback):
 
 
 def _said(record: RunRecord) -> str:
-    """What came of a turn, in a few words."""
     if record.status != "finished" or record.steady_step_seconds_mean is None:
         return f"{record.status}: {record.reason or 'no steady step'}"
     return (

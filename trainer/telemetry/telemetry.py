@@ -263,7 +263,6 @@ class Telemetry:
             self._pages.scalars(points | since_the_beginning, number)
 
     def _rank_figures(self) -> RankFigures:
-        """What this process of several measured."""
         number = "" if self._device.index is None else f" {self._device.index}"
         return RankFigures(
             rank=distributed.get_rank(),
