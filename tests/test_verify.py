@@ -135,3 +135,16 @@ def test_what_an_arm_sets_beside_its_strategies_is_the_arms(tmp_path: Path) -> N
     arguments = verify.sweep_arguments(row, base, rounds=1, smoke=False, out=tmp_path)
     arm = "[whole] compile.whole.mode=reduce-overhead run=peer"
     assert arguments[2:5] == [*eager.command[:2], f'hydra.launcher.arms=["eager","{arm}"]']
+
+
+def test_runs_kept_in_a_folder_of_ones_own_have_no_pages_to_be_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    on_disk(tmp_path / "runs", sweep())
+    page = tmp_path / "README.md"
+    page.write_text("![](pictures/mine-throughput.png)")
+    for folder in ("kept", "outputs/kept"):
+        assert verify.main(["--publish", "mine", "--records", folder, "runs"]) == 0
+        assert capsys.readouterr().out == f"{folder}/mine.jsonl: 6 records\n"
+    assert not list(tmp_path.rglob("*.png"))

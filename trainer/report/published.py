@@ -261,7 +261,9 @@ def refresh(records: Path = RECORDS) -> list[Path]:
 
 def stale_pictures(records: Path = RECORDS) -> Iterator[tuple[Path, Path, pictures.Draw]]:
     """Pictures that a page shows and that are not drawn from the records of their name, with the file of these."""
-    docs = records.parents[1]
+    docs = records.resolve().parent.parent
+    if docs.name != "docs":
+        return  # kept elsewhere: no page shows them, and somebody's folders are not searched for one
     pages = [page for page in (docs.parent / "README.md", *docs.rglob("*.md")) if page.is_file()]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     for file in sorted(records.glob("*.jsonl")):
@@ -324,7 +326,7 @@ def check(
         conclusion = f"all {compared} figures that can be compared hold here"
         conclusion += f" or are better: {', '.join(better)}" if better else ""
     remarks = list(here.compared.flags)
-    if (row.spread or 0) > MAX_SPREAD:
+    if RATIO in row.figures and (row.spread or 0) > MAX_SPREAD:
         remarks.append(f"the {called} rounds spread by {row.spread:.0%}: that the ratio holds says little")
     width = len(called) + 1
     lines = [
