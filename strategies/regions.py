@@ -59,6 +59,10 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> 
 
 def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[str], *, small: bool) -> None:
     """Hand the submodules at ``paths`` to the compiler as ``request`` asks; ``small``: they are parts of a forward."""
+    scripts = [path for path in paths if isinstance(program.module.get_submodule(path), torch.jit.ScriptModule)]
+    if scripts:
+        program.notes.append(f"{', '.join(scripts)}: TorchScript stays as it is, torch.compile does not take it")
+        paths = [path for path in paths if path not in scripts]
     fixed = fixed_sizes(program, paths, request.dynamic)
     for path in paths:
         arguments = request.compile_arguments()
@@ -306,10 +310,10 @@ def recompute(path: str, block: nn.Module) -> None:
     """Let ``block`` compute its activations again in the backward. Raises ValueError where its forward is patched."""
     if recomputes(block):  # under another path
         return
-    if "forward" in vars(block):
+    if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
         raise ValueError(
             f"compile.checkpointing: {path}: the forward of this {type(block).__name__} has been replaced on the "
-            "object itself"
+            "object itself, or is TorchScript"
         )
     block.forward = recomputing(block)
 

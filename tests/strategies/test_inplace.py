@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from strategies import STRATEGIES, Program, Stage, Strategy, Whole
+from strategies import STRATEGIES, Checkpointing, Program, Regional, Stage, Strategy, Whole
 from strategies.base import apply
 from strategies.regions import RECOMPILE_LIMIT, uncompile
 from tasks import Declaration
@@ -65,6 +65,20 @@ def test_a_compiled_module_has_eagers_numbers_stays_what_it_was_and_goes_back_to
         with torch.no_grad():
             module.get_submodule("net")(*batch)
         assert len(graphs) == 2 * GRAPHS[name], "training and validation are two compiles of a kind"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_stays_eager_with_a_note(graphs: list[GraphModule]) -> None:
+    traced = [torch.jit.trace(Block(), torch.randn(2, 8)) for _ in range(2)]
+    module = Stack(nn.ModuleList([*traced, Block(), Block()]))
+    program = Program(module=module)
+    Regional(backend=backends.COUNTING, blocks=["layers"]).apply(program)
+    module(torch.randn(3, 8)).sum().backward()
+    assert [region.path for region in program.regions] == ["layers.2", "layers.3"]
+    assert len(graphs) == 1
+    assert any(note.startswith("layers.0, layers.1: TorchScript stays as it is") for note in program.notes)
+    with pytest.raises(ValueError, match=r"layers\.0: .* is TorchScript"):
+        Checkpointing(blocks=["layers.0"]).apply(Program(module=module))
 
 
 TORCHS_OWN: dict[str, Callable[[], nn.Module]] = {
