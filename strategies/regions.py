@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import external_utils, trace_rules
 from torch.nn.parameter import is_lazy
 from torch.torch_version import TorchVersion
@@ -24,6 +26,8 @@ from strategies.options import ModuleRequest, near
 
 RECOMPILE_LIMIT = 64
 """Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
+MAX_STATISTICS = 1 << 16
+"""Values of a buffer that may be batch norm's."""
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -339,7 +343,8 @@ def _make_forward(kind: type[nn.Module]) -> types.FunctionType:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return own(self, *args, **kwargs)
-        if not torch.compiler.is_compiling() and _in_capture():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and _in_capture():
             # Torch cannot read and restore the generator's state there; in a graph of the compiler's it need not.
             raise CannotCapture(
                 f"checkpointing: {type(self).__name__} runs eager, and torch cannot repeat its random numbers within a "
@@ -349,11 +354,53 @@ def _make_forward(kind: type[nn.Module]) -> types.FunctionType:
         def call(*args: Any, **kwargs: Any) -> Any:
             return own(self, *args, **kwargs)
 
-        return checkpoint(call, *args, use_reentrant=False, **kwargs)
+        if compiling:  # a graph writes to buffers once
+            return checkpoint(call, *args, use_reentrant=False, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False, context_fn=functools.partial(_contexts, self), **kwargs)
 
     # Of its own name: a compiler keeps what it knows of a piece of code by file, line and name, and so do its messages.
     code = forward.__code__.replace(co_name=f"{kind.__name__}.forward")
     return types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
+
+
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What a forward of ``module`` and its repetition run in: the second begins with the buffers and attributes that
+    the first began with, and leaves what it finds. Else batch norm would take each batch for two, a counter, too."""
+    owners = [one for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
+    began = [(vars(one), dict(vars(one))) for one in owners if not type(one).__module__.startswith("torch.nn.")]
+    copies = {buffer: (buffer._version, buffer.clone()) for buffer in module.buffers()}
+
+    def kept(buffer: Tensor | None) -> Tensor | None:
+        # No copies of masks and tables, which stay as they are. Torch's batch norm writes and leaves versions alone.
+        if buffer is None or (buffer._version == copies[buffer][0] and buffer.numel() > MAX_STATISTICS):
+            return buffer
+        return copies[buffer][1]
+
+    @contextlib.contextmanager
+    def first() -> Iterator[None]:
+        buffers = [(one._buffers, dict(one._buffers)) for one in owners if one._buffers]
+        yield
+        began.extend((place, {name: kept(one) for name, one in entries.items()}) for place, entries in buffers)
+        copies.clear()
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        found = [(place, dict(place)) for place, _ in began]
+        for place, entries in began:
+            _put(place, entries)
+        try:
+            yield
+        finally:
+            for place, entries in found:
+                _put(place, entries)
+
+    return first(), again()
+
+
+def _put(place: dict[str, Any], entries: dict[str, Any]) -> None:
+    if list(map(id, place.values())) != list(map(id, entries.values())):
+        place.clear()
+        place.update(entries)
 
 
 def _in_capture() -> bool:

@@ -25,15 +25,23 @@ def program_of(module: nn.Module, declared: Declaration) -> Program:
     return Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
 
 
+def gradients_of(module: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
 class Dropping(Block):
     """A block that counts its forwards and drops half of its output."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.forwards: list[None] = []  # what is within another object is counted each time
+
+    @property
+    def calls(self) -> int:
+        return len(self.forwards)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        self.calls += 1
+        self.forwards.append(None)
         return x_BD + nn.functional.dropout(self.linear(self.norm(x_BD)), 0.5, self.training)
 
 
@@ -79,6 +87,39 @@ def test_a_block_under_two_paths_is_computed_again_once() -> None:
     assert [block.calls for block in module.layers] == [2, 2, 2, 2]
     strategy.end(program)
     assert not any("forward" in vars(block) for block in module.layers)
+
+
+class Counting(Block):
+    """Changes buffers and an attribute in its forward, and computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics, self.batches = nn.BatchNorm1d(8), 0
+        self.register_buffer("filled", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        self.batches += 1
+        self.filled += 1
+        self.replaced = self.replaced + 1
+        return self.statistics(super().forward(x_BD)) * (self.batches + self.filled * self.replaced)
+
+
+def test_what_a_forward_counts_is_counted_once() -> None:
+    torch.manual_seed(0)
+    eager = Stack(nn.ModuleList(Counting() for _ in range(2)))
+    module = copy.deepcopy(eager)
+    strategy = Checkpointing()
+    strategy.apply(program := Program(module=module))
+    x_BD = torch.randn(5, 8)
+    for _ in range(3):
+        for one in (eager, module):
+            one.zero_grad()
+            one(x_BD).square().sum().backward()
+        torch.testing.assert_close(gradients_of(module), gradients_of(eager))
+    strategy.end(program)
+    assert [layer.batches for layer in module.layers] == [3, 3]
+    torch.testing.assert_close(module.state_dict(), eager.state_dict())
 
 
 def test_activations_are_not_kept_for_the_backward() -> None:
