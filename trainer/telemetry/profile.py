@@ -79,8 +79,6 @@ class StepProfiler:
 
     def start(self) -> None:
         """Begin to record; what was launched before is waited for."""
-        if self.facts:  # it has failed
-            return
         with self._safely():
             hardware.wait(self._device)
             self._recorder = self._profiler()
@@ -89,8 +87,6 @@ class StepProfiler:
 
     def stop(self) -> None:
         """End the recording, between two steps; without a whole step in it, it is begun again later."""
-        if not self.recording:
-            return
         self.recording = False
         with self._safely():
             hardware.wait(self._device)
