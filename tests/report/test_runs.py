@@ -86,7 +86,12 @@ def test_a_record_of_wrong_types_is_left_out_of_a_comparison_and_named(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"[" * 100_000, "nested too deeply"), (b'{"task": "\xe4"}', "byte 0xe4 in position 10")]
+    ("content", "said"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"task": "\xe4"}', "byte 0xe4 in position 10"),
+        (b'{"task": ' + b"1" * 10_000 + b"}", "limit"),
+    ],
 )
 def test_a_file_that_is_no_text_or_nested_without_end_is_named(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "record.json").write_bytes(content)

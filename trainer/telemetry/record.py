@@ -407,6 +407,11 @@ class RunRecord(CompilerFigures, Rates, Peak):
         """
         try:
             values = printable(json.loads(text if isinstance(text, str) else text.decode("utf-8")))
+        except RecursionError as error:
+            raise ValueError(f"{file}: not a run record (it is nested too deeply)") from error
+        except ValueError as error:  # also bytes that are not UTF-8, and a number of ten thousand digits
+            raise ValueError(f"{file}: not a run record ({error})") from error
+        try:
             if not isinstance(values, dict):
                 raise TypeError(f"the whole is {type_name(values)}, not an object")
             if values["schema"] != SCHEMA:
@@ -416,8 +421,6 @@ class RunRecord(CompilerFigures, Rates, Peak):
             record = build(cls, values)
             if not all(isinstance(strategy.get("name"), str) for strategy in record.strategies):
                 raise TypeError("a strategy has no name")
-        except RecursionError as error:
-            raise ValueError(f"{file}: not a run record (it is nested too deeply)") from error
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: not a run record ({error})") from error
         return record
