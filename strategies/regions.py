@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import types
 import weakref
@@ -356,45 +355,50 @@ def _make_forward(kind: type[nn.Module]) -> types.FunctionType:
 
         if compiling:  # a graph writes to buffers once
             return checkpoint(call, *args, use_reentrant=False, **kwargs)
-        return checkpoint(call, *args, use_reentrant=False, context_fn=functools.partial(_contexts, self), **kwargs)
+        contexts = _Repetition(self).contexts
+        return checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     # Of its own name: a compiler keeps what it knows of a piece of code by file, line and name, and so do its messages.
     code = forward.__code__.replace(co_name=f"{kind.__name__}.forward")
     return types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
 
 
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What a forward of ``module`` and its repetition run in: the second begins with the buffers and attributes that
-    the first began with, and leaves what it finds. Else batch norm would take each batch for two, a counter, too."""
-    owners = [one for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
-    began = [(vars(one), dict(vars(one))) for one in owners if not type(one).__module__.startswith("torch.nn.")]
-    copies = {buffer: (buffer._version, buffer.clone()) for buffer in module.buffers()}
+class _Repetition(AbstractContextManager[None]):
+    """Inside, the forward of ``module`` is repeated, once for each backward of a graph that is kept: it begins with the
+    buffers and attributes that the first forward began with, and leaves what it finds. Else batch norm would take each
+    batch for two, a counter, too."""
 
-    def kept(buffer: Tensor | None) -> Tensor | None:
-        # No copies of masks and tables, which stay as they are. Torch's batch norm writes and leaves versions alone.
-        if buffer is None or (buffer._version == copies[buffer][0] and buffer.numel() > MAX_STATISTICS):
-            return buffer
-        return copies[buffer][1]
+    def __init__(self, module: nn.Module) -> None:
+        owners = [one for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
+        self._attributes = [
+            (vars(one), dict(vars(one))) for one in owners if not type(one).__module__.startswith("torch.nn.")
+        ]
+        self._buffers = [(one._buffers, dict(one._buffers)) for one in owners if one._buffers]
+        self._copies = {buffer: (buffer._version, buffer.clone()) for buffer in module.buffers()}
+        self._found: list[list[tuple[dict[str, Any], dict[str, Any]]]] = []
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return self._first(), self
 
     @contextlib.contextmanager
-    def first() -> Iterator[None]:
-        buffers = [(one._buffers, dict(one._buffers)) for one in owners if one._buffers]
+    def _first(self) -> Iterator[None]:
         yield
-        began.extend((place, {name: kept(one) for name, one in entries.items()}) for place, entries in buffers)
-        copies.clear()
+        # No memory for masks and tables, which stay as they are. Torch's batch norm writes and leaves versions alone.
+        for buffer in [one for one, (version, _) in self._copies.items() if one._version == version]:
+            if buffer.numel() > MAX_STATISTICS:
+                del self._copies[buffer]
 
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        found = [(place, dict(place)) for place, _ in began]
-        for place, entries in began:
+    def __enter__(self) -> None:
+        self._found.append([(place, dict(place)) for place, _ in (*self._attributes, *self._buffers)])
+        fresh: dict[Tensor | None, Tensor] = {buffer: copied.clone() for buffer, (_, copied) in self._copies.items()}
+        for place, entries in self._attributes:
             _put(place, entries)
-        try:
-            yield
-        finally:
-            for place, entries in found:
-                _put(place, entries)
+        for place, buffers in self._buffers:
+            _put(place, {name: fresh.get(one, one) for name, one in buffers.items()})
 
-    return first(), again()
+    def __exit__(self, *error: object) -> None:
+        for place, entries in self._found.pop():
+            _put(place, entries)
 
 
 def _put(place: dict[str, Any], entries: dict[str, Any]) -> None:
