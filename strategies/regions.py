@@ -7,7 +7,7 @@ import inspect
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo import external_utils, trace_rules
 from torch.nn.parameter import is_lazy
 from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from strategies.base import CannotCapture, Program, Region, holds
@@ -153,18 +154,44 @@ class RegionCall:
         assert region.module._compiled_call_impl is not None
         self.compiled: Callable[..., Any] = region.module._compiled_call_impl
         self.failed: Callable[[Region, Exception], None] | None = None
+        self.undefined: dict[Tensor, None] = {}
+        """Parameters that eager gives no gradient where an output is not used, and compiled code one of zeros."""
+        self._zeros: dict[Any, list[int]] = {}
         self._region = region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled code, or what the module is without it."""
         self._region.called = True
         try:
-            return self.compiled(*args, **kwargs)
+            result = self.compiled(*args, **kwargs)
         except Exception as error:
             if self.failed is None or not is_compile_error(error):
                 raise
             self.failed(self._region, error)
-        return self._region.module._call_impl(*args, **kwargs)
+            return self._region.module._call_impl(*args, **kwargs)
+        if self.undefined:
+            for node in {one.grad_fn for one in pytree.tree_leaves(result) if isinstance(one, Tensor)}:
+                if node is not None and type(node).__name__ == "CompiledFunctionBackward":
+                    node.register_hook(self._leave_undefined(node))
+        return result
+
+    def _leave_undefined(self, node: Any) -> Callable[..., Any]:
+        """A hook of the backward ``node``: zeros stay undefined where the same outputs got no gradient. Which they are
+        is read from the device once for each graph and each set of such outputs."""
+        kind, inputs = type(node), node.next_functions  # not the node, which holds the hook
+        places = [place for place, (of, _) in enumerate(inputs) if getattr(of, "variable", None) in self.undefined]
+
+        def hook(gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            unused = tuple(one is None for one in given)
+            if not any(unused):
+                return None
+            if (kind, unused) not in self._zeros:
+                zeros = [one for one in places if gradients[one] is not None and not gradients[one].any()]
+                self._zeros[kind, unused] = zeros
+            left = self._zeros[kind, unused]
+            return tuple(None if place in left else one for place, one in enumerate(gradients))
+
+        return hook
 
 
 def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -> None:
@@ -172,6 +199,14 @@ def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -
     for region in program.regions:  # those within others are called by the outer ones
         if isinstance(call := region.module._compiled_call_impl, RegionCall):
             call.failed = failed
+
+
+def leave_undefined(program: Program, parameters: Iterable[Tensor]) -> None:
+    """Let regions give ``parameters`` no gradient, as eager does, where their backward gives zeros because an output of
+    the region got none."""
+    for region in program.regions:
+        if isinstance(call := region.module._compiled_call_impl, RegionCall):
+            call.undefined.update(dict.fromkeys(parameters))
 
 
 def outermost(program: Program) -> list[Region]:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from strategies import Program
 from strategies.base import eager
 from strategies.loop import Loop
+from strategies.regions import leave_undefined
 from trainer.guards.compare import (
     MULTIPLES,
     TENSOR_FLOOR,
@@ -108,6 +109,10 @@ class ParityGate:
         may_draw = bool(drawn) or not all(strategy.is_exact(self._program) for strategy in self._program.strategies)
         draws = self._loop.anywhere(drew and may_draw)
         seen, left = self._seen(batch)
+        if self._loop.anywhere(bool(self._zeros)):
+            leave_undefined(self._program, self._zeros)
+            self._zeros.clear()
+            seen, left = self._seen(batch)
         self._calibrate(batch, 0)
         complaints, figures = self._verdict(seen, left)
         across = draws and self._loop.anywhere(bool(complaints))
