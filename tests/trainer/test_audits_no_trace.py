@@ -239,7 +239,7 @@ def test_audited_seconds_are_no_part_of_any_step(tmp_path: Path, monkeypatch: py
     assert record.first_step_seconds < 50
     assert record.warmup_seconds < 50
     assert record.steady_step_seconds_mean < 50
-    assert record.pause_seconds >= 400
+    assert record.pause_seconds > 399
 
 
 def test_eager_and_parity_off_have_none(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,6 +19,7 @@ from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
 from tests.trainer.runs import train
 from trainer.callback import Compile
 from trainer.config import compose
+from trainer.guards.preflight import keep_findings
 
 
 def state(module: L.LightningModule) -> dict[str, Tensor]:
@@ -233,3 +235,11 @@ def test_a_run_of_the_command_line_is_compared_and_recorded(tmp_path: Path) -> N
     assert record.warmup_seconds is not None
     assert record.preflight_seconds is not None
     assert record.warmup_seconds >= record.preflight_seconds
+
+
+@pytest.mark.parametrize("timed", [{"verdict": "skipped"}, {"before_the_first_step": {"eager_seconds": [1.0]}}])
+def test_a_warm_start_is_left_findings_that_hold_a_timing(timed: dict[str, Any]) -> None:
+    """For want of memory nothing was timed; a warm start that was left that would end with a KeyError."""
+    program: Any = SimpleNamespace(report={"parity": {"verdict": "passed"}, "slowdown": timed}, findings={})
+    keep_findings(program, "float32[4, 8]")
+    assert [found["slowdown"] for found in program.findings.values()] == [timed] * ("verdict" not in timed)

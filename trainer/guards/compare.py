@@ -129,12 +129,8 @@ class Comparison:
             self.keep("loss", {"loss": losses}, **loss_sizes([losses], slack * unit))
         sizes, numbers = norms(gradients.values()), [one.numel() for one in gradients.values()]
         norm = sizes.norm()[None]
-        self.keep(
-            "gradient_norm",
-            {"norm": norm},
-            least=max(TENSOR_FLOOR, slack * 4 * unit),
-            sizes=norms([norm], of_finite=True),
-        )
+        size = norms([norm], of_finite=True)
+        self.keep("gradient_norm", {"norm": norm}, least=max(TENSOR_FLOOR, slack * 4 * unit), sizes=size)
         made_of_rounding = unit * norm.nan_to_num(posinf=0.0) / math.sqrt(sum(numbers) or 1)
         floors = made_of_rounding * torch.tensor(numbers, dtype=norm.dtype).sqrt()
         sizes = torch.where(sizes.isfinite(), sizes.maximum(floors), sizes)
@@ -300,8 +296,7 @@ def displaced(parameters: Sequence[Tensor], unit: float, seed: int) -> Iterator[
 @torch.no_grad()
 def doubled(module: torch.nn.Module) -> Iterator[None]:
     """Inside, weights and buffers are in double precision; gradients end with it."""
-    parameters, buffers = list(module.parameters()), list(module.buffers())
-    kept = [(one, one.data) for one in [*parameters, *buffers] if one.is_floating_point()]
+    kept = [(one, one.data) for one in [*module.parameters(), *module.buffers()] if one.is_floating_point()]
     try:
         for tensor, _ in kept:
             tensor.grad, tensor.data = None, tensor.data.double()

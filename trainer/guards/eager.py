@@ -137,15 +137,9 @@ def region_draws(program: Program) -> Iterator[list[str]]:
             drawn.append(regions[id(module)])
 
     # Not on the modules: what is compiled from them is guarded against hooks that come and go.
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(enters),
-        nn.modules.module.register_module_forward_hook(leaves),
-    ]
-    try:
+    hooks = nn.modules.module
+    with hooks.register_module_forward_pre_hook(enters), hooks.register_module_forward_hook(leaves):
         yield drawn
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # ---- forwards in eval mode -------------------------------------------------------------------------------------------

@@ -357,11 +357,8 @@ class ReplayParity:
             replayed.restore()
             complaints, figures = comparison.verdict(seen)
         self.facts["compared"].append(self._name)
-        self.facts.update(
-            verdict="failed" if complaints else "passed",
-            calibration_steps=len(comparison.noise),
-            **figures,
-        )
+        verdict = "failed" if complaints else "passed"
+        self.facts.update(verdict=verdict, calibration_steps=len(comparison.noise), **figures)
         del snapshot, comparison
         hardware.count_peak_from(self._loop.device, self._peak)
         if self._loop.anywhere(bool(complaints)):

@@ -114,17 +114,10 @@ class Preflight:
         loop, sample = self._loop, None
         peak = hardware.peak_bytes(loop.device)
         # Memory is not given back, which takes longer than a step: a capture asks for it, and so does who lacks some.
-        with (
-            contextlib.suppress(SkippedStep),
-            self._apart(batch, captures=own is None, frees=False) as snapshot,
-        ):
+        timed = functools.partial(take_sample, loop, self._program, batch, own=own, eager_first=eager_first)
+        with contextlib.suppress(SkippedStep), self._apart(batch, captures=own is None, frees=False) as snapshot:
             if not snapshot.lost:
-                sample = self._within_memory(
-                    "slowdown",
-                    lambda: take_sample(
-                        loop, self._program, batch, own=own, restore=snapshot.restore, eager_first=eager_first
-                    ),
-                )
+                sample = self._within_memory("slowdown", functools.partial(timed, restore=snapshot.restore))
         hardware.count_peak_from(loop.device, peak)
         return sample
 
@@ -148,8 +141,7 @@ class Preflight:
         if earlier is not None:
             for name, facts in earlier.items():
                 self._report(name, facts)
-            taken = earlier["slowdown"]["before_the_first_step"]
-            self.sample = Sample(eager_seconds=taken["eager_seconds"], compiled_seconds=taken["compiled_seconds"])
+            self.sample = Sample(**earlier["slowdown"]["before_the_first_step"])
         else:
             if parity != "off":
                 self._telemetry.phase = "comparing with eager"
@@ -293,14 +285,14 @@ def earlier_findings(loop: Loop, program: Program, watch: CompilerMonitor, shape
     processes, each of which calls this after everything has been compiled, have them.
     """
     found = program.findings.get(shapes) or {}
-    warm = watch.figures().cache == "warm" and set(found) == {"parity", "slowdown"}
-    return found if loop.everywhere(warm and found["parity"].get("verdict") == "passed") else None
+    whole = found.get("parity", {}).get("verdict") == "passed" and "before_the_first_step" in found.get("slowdown", {})
+    return found if loop.everywhere(whole and watch.figures().cache == "warm") else None
 
 
 def keep_findings(program: Program, shapes: str) -> None:
     """Leave what this run reported to later ones."""
-    parity, timed = program.report.get("parity"), program.report.get("slowdown")
-    if parity is None or timed is None or parity["verdict"] != "passed":
+    parity, timed = program.report.get("parity"), program.report.get("slowdown", {})
+    if parity is None or "before_the_first_step" not in timed or parity["verdict"] != "passed":
         return
     figures = [leaf for leaf in pytree.tree_leaves([parity, timed]) if isinstance(leaf, float)]
     if all(map(math.isfinite, figures)):  # the signature of a bundle allows no others

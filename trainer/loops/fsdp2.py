@@ -174,11 +174,8 @@ class FSDP2(ShardedCheckpoints):
         low = str(self.precision_plugin.precision) == "bf16-mixed" and self.root_device.type == "cuda" and not is_root
         holders = [one for one in unit.modules() if any(value is not None for value in one._parameters.values())]
         low = low and all(type(one) in CAST_BY_AUTOCAST for one in holders)
-        return MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if low else None,
-            reduce_dtype=torch.float32 if low else None,
-            cast_forward_inputs=False,
-        )
+        given, reduced = (torch.bfloat16, torch.float32) if low else (None, None)
+        return MixedPrecisionPolicy(param_dtype=given, reduce_dtype=reduced, cast_forward_inputs=False)
 
     def _place(self, unit: nn.Module, path: str) -> None:
         """Move what of ``unit`` is not sharded yet to this process's device, with the values of the first process.

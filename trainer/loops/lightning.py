@@ -289,12 +289,9 @@ class LightningLoop(Processes):
             del self.module.log, self.module.log_dict
 
     def write_logs(self, calls: Iterable[tuple[LogCall, Any]]) -> None:
-        for logged, value in calls:
-            self.module._current_fx_name = "training_step"
-            try:
+        with replaced(self.module, "_current_fx_name", "training_step"):
+            for logged, value in calls:
                 self.module.log(logged.name, value, **logged.options)
-            finally:
-                self.module._current_fx_name = None
 
     @contextlib.contextmanager
     def around_training_step(

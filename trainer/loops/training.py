@@ -12,6 +12,7 @@ there. ``batch_begins`` and ``batch_ends`` come around each micro-batch, ``pause
 from __future__ import annotations
 
 import contextlib
+import functools
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -110,12 +111,9 @@ class CompiledTraining:
         }
         if profile not in PROFILE:
             raise ValueError(f"profile={profile!r} is not one of {PROFILE}")
-        self._measured: dict[str, Any] = {
-            "count": count,
-            "warmup_steps": warmup_steps,
-            "measure_peak": measure_peak,
-            "profile": profile == "on",
-        }
+        self._measuring = functools.partial(
+            Telemetry, count=count, warmup_steps=warmup_steps, measure_peak=measure_peak, profile=profile == "on"
+        )
         self._loop: Loop | None = None
         self._settings = contextlib.ExitStack()
         self._pages: TensorBoardPages | None = None
@@ -129,7 +127,7 @@ class CompiledTraining:
         self._takeover: Takeover | None = None
         self._open, self._notes_logged = False, 0
         self._built: dict[str, nn.Module] = {}
-        self.telemetry = Telemetry(**self._measured)
+        self.telemetry = self._measuring()
 
     # ---- before training -------------------------------------------------------------------------------------------
 
@@ -184,7 +182,7 @@ class CompiledTraining:
         if self._taking_over is None or self.program.sharded:  # else once Inductor is imported
             self._settings.enter_context(compiler_settings(self.program.settings))
         if trains:
-            self.telemetry = Telemetry(**self._measured)
+            self.telemetry = self._measuring()
             self.telemetry.compiler.start()
         return self.program
 

@@ -138,7 +138,7 @@ def _place() -> tuple[int, int]:
     return id(frame), getattr(frame, "f_lasti", 0)
 
 
-_current: tuple[object, Watch | None] | None = None
+_current: tuple[object, Watch | None] = object(), None
 
 
 def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | None:
@@ -148,9 +148,8 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
     Raises ValueError, in all processes alike, where ``facts`` (by name) differ between them.
     """
     global _current
-    server = None
-    if rank == 0 and (_current is None or _current[0] is not dist.group.WORLD):
-        server = socket.create_server(("", 0))
+    known = _current[0] is dist.group.WORLD
+    server = socket.create_server(("", 0)) if rank == 0 and not known else None
     gathered: list[Any] = [None] * dist.get_world_size()
     port, token = (server.getsockname()[1], secrets.token_hex()) if server else (None, None)
     name = name_of(rank)
@@ -164,7 +163,7 @@ def watch(rank: int, facts: Mapping[str, str], launcher: Any = None) -> Watch | 
                     f"rank {names[other]} has {what} {value}, rank {names[0]} has {first}: all processes of a training "
                     "need the same"
                 )
-    if _current is not None and _current[0] is dist.group.WORLD:
+    if known:
         if _current[1] is not None:
             _current[1].begin()
         return _current[1]
