@@ -75,6 +75,19 @@ def test_blocks_and_optimizer_are_compiled_in_a_plain_loop() -> None:
     assert len(program.regions) == 3
 
 
+def test_a_loop_stays_taken_over_where_nobody_keeps_what_gives_it_back() -> None:
+    module, taken = Net(), []
+    loop = PlainLoop(module, torch.optim.SGD(module.parameters(), lr=0.1), max_steps=3)
+
+    def run(micro: Any) -> dict[str, Any]:
+        taken.append(micro.index)
+        return micro.run(micro.batch)
+
+    loop.take_over(run)
+    assert len(list(loop.fit(batches(3)))) == 3
+    assert taken == [0, 1, 2]
+
+
 def test_single_steps_leave_the_training_as_it_was() -> None:
     module = Net()
     loop = PlainLoop(module, torch.optim.SGD(module.parameters(), lr=0.1))

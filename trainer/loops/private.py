@@ -68,25 +68,29 @@ def hooks_within_step(module: L.LightningModule, callbacks: Iterable[L.Callback]
                 yield f"{type(callback).__name__}.{hook}"
 
 
-@contextlib.contextmanager
-def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
-    """Inside, ``owner.name`` is ``by``; yields what it was. An attribute of this one object, its class stays."""
+def replace(owner: object, name: str, by: Any) -> Callable[[], None]:
+    """Let ``owner.name`` be ``by`` until what is returned is called. An attribute of this one object, its class
+    stays."""
     before, own = getattr(owner, name), name in vars(owner)
     vars(owner)[name] = by
-    try:
-        yield before
-    finally:
+
+    def undo() -> None:
         if own:
             vars(owner)[name] = before
         else:
             vars(owner).pop(name, None)
 
+    return undo
 
-def replace(owner: object, name: str, by: Any) -> Callable[[], None]:
-    """The same from now on; returns what undoes it."""
-    undo = contextlib.ExitStack()
-    undo.enter_context(replaced(owner, name, by))
-    return undo.close
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
+    """The same inside; yields what it was."""
+    before, undo = getattr(owner, name), replace(owner, name, by)
+    try:
+        yield before
+    finally:
+        undo()
 
 
 def muted(logger: Logger) -> Logger:

@@ -156,6 +156,8 @@ def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured
     if captured:
         trained.take_over(captured_steps(trained))
     trained.train_on(work.loader())
+    if captured and not trained.replays:
+        raise RuntimeError("run.peer=loop_captured replayed no step: it captures the one after the first three")
     return trained
 
 

@@ -76,6 +76,8 @@ class PeerLoop(PlainLoop):
 
     wrapped: nn.Module | None = None
     """The training step within what several processes train together by."""
+    replays = 0
+    """Steps that a CUDA graph has taken."""
 
     def __init__(self, work: Work, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
         settings = work.config.trainer
@@ -176,6 +178,7 @@ def captured_steps(loop: PeerLoop) -> RunMicroBatch:
                 raise ValueError("run.peer=loop_captured takes batches of one shape: task.data.pad_to= pads to one")
             kept.copy_(leaf)
         graph.replay()
+        loop.replays += 1
         micro.count(whole=True)
         return {"loss": loss.clone()}
 
