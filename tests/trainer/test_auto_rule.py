@@ -368,9 +368,23 @@ def test_compiles_for_further_shapes_are_expected_where_the_modules_need_them() 
     known.max_further_shapes = 1
     assert known.expected_setup(regional, eager) == seconds
     known.shapes = Counter(range(8))
-    assert known.expected_setup(regional, eager) == 1.5 * seconds, "the second one makes sizes symbolic"
+    assert known.expected_setup(regional, eager) == 2.5 * seconds, "the second one makes sizes symbolic"
+    known.shapes = Counter(range(2))
+    assert known.expected_setup(regional, eager) == 1.5 * seconds, "a last, smaller batch"
+    known.shapes = Counter(range(8))
     known.max_further_shapes = math.inf
     assert known.expected_setup(regional, eager) == 4.5 * seconds
     known.helped["regional"] = True
     known.max_further_shapes = 0
     assert known.expected_setup(regional, eager) == SETUP_SECONDS["regional after a helper"]
+
+
+def test_modules_are_not_compiled_for_lengths_that_nothing_pads_unless_the_run_is_long() -> None:
+    known = arms(capture=False)
+    eager = known.arms[EAGER, False]
+    eager.step_seconds, eager.switched_at_step = 0.085, 0
+    known.max_further_shapes, known.shapes = 1, drawn(200, 45)
+    assert known.next(eager, 1_830, STARTED) is None, "it took 26 s and was slower, on an H100"
+    assert known.next(eager, 20_000, STARTED) is known.arms["regional", False]
+    known.max_further_shapes = 0
+    assert known.next(eager, 1_830, STARTED) is known.arms["regional", False], "lengths that are padded"

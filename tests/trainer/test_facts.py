@@ -24,6 +24,7 @@ FIRST = {name: kind.headlines for name, kind in STRATEGIES.items()}
     [
         ("expected_padded_share", 0.1234, "12.3%"),
         ("load_seconds", 1.5, "1.50 s"),
+        ("gained_seconds", -26.745, "-26.75 s"),
         ("steps.eager_step_seconds", 0.01025, "10.2 ms"),
         ("compiled_milliseconds", 1.23456, "1.23 ms"),
         ("bytes_loaded", 3 << 20, "3.0 MiB"),

@@ -172,7 +172,7 @@ def shown(fact: str, value: Any) -> str:
         if "milliseconds" in parts:
             return f"{number(value)} ms"
         if "seconds" in parts:
-            return f"{number(value, 2)} s" if value >= 1 else f"{number(value * 1e3)} ms"
+            return f"{number(value, 2)} s" if abs(value) >= 1 else f"{number(value * 1e3)} ms"
         if "share" in parts:
             return f"{value:.1%}"
         return f"{value:,}" if isinstance(value, int) else number(value)
