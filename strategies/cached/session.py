@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from strategies.base import Stage
 from strategies.cached.store import Bundle, Refused, distrust_of, read_libraries
 from strategies.errors import one_line
 from strategies.loop import gathered
@@ -278,7 +279,9 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:
-    """Everything that the fingerprint is made of, readable; the strategy named ``leave_out`` compiles nothing."""
+    """Everything that the fingerprint is made of, readable; the strategy named ``leave_out`` compiles nothing, and who
+    compiles in another process compiles the same."""
+    compiling = [one for one in program.strategies if one.name != leave_out and one.stage is not Stage.BACKGROUND]
     try:
         triton: str | None = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -294,7 +297,7 @@ def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:
         "precision": program.precision,
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "strategies": [strategy.facts() for strategy in program.strategies if strategy.name != leave_out],
+        "strategies": [strategy.facts() for strategy in compiling],
         "model": model_digest(program.module),
     }
 
