@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
+import importlib.abc
 import os
 import signal
 import sys
@@ -17,14 +17,16 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 LONGEST_SECONDS = 120.0
 """A head start that takes longer than this is none; the run goes on without it."""
 INDUCTOR = "torch._inductor.compile_fx"
-GIVES_WAY_SECONDS = 0.001
-"""Between two imports beside a training, so that a step that waits for Python's lock gets it."""
+GIVES_WAY_SHARE, LOCK_SECONDS = 0.5, 2e-5
+"""Of an import beside a training: the share of its time for which it stands back, and for how long a step waits for
+Python's lock. Each operator of a step gives the lock away, a thousand times a step."""
 COMPILERS = ("cc1plus", "clang", "clang++", "cicc", "ptxas")
 """Programs that translate. No linker: a cache would take the half library that a killed one leaves for a whole one."""
 
@@ -85,18 +87,19 @@ def import_beside(modules: Sequence[str]) -> threading.Thread:
 
     def run() -> None:
         frozen = bool(gc.get_freeze_count())  # counts all there is, with Python's lock: never for each of them
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(GIVES_WAY_SECONDS / 2)  # for as long may a step wait for Python's lock
+        before, gives_way = sys.getswitchinterval(), _GivesWay()
+        sys.setswitchinterval(LOCK_SECONDS)
+        sys.meta_path.insert(0, gives_way)
         try:
             for name in modules:
                 if name not in sys.modules:
                     # Comes up again, with its reason, where it is needed.
                     with uncounted(frozen=frozen), contextlib.suppress(Exception):
                         importlib.import_module(name)
-                    time.sleep(GIVES_WAY_SECONDS)
             with uncounted(frozen=frozen):
                 _warm_up()
         finally:
+            sys.meta_path.remove(gives_way)
             sys.setswitchinterval(before)
         if frozen:  # in a process of our own: no full collection visits all of this in a step
             gc.freeze()
@@ -104,6 +107,18 @@ def import_beside(modules: Sequence[str]) -> threading.Thread:
     thread = threading.Thread(target=run, name="import-inductor", daemon=True)
     thread.start()
     return thread
+
+
+class _GivesWay(importlib.abc.MetaPathFinder):
+    """Finds nothing; before each module of the thread that made it, also of those that a module imports, it waits."""
+
+    def __init__(self) -> None:
+        self._thread, self._since = threading.get_ident(), time.perf_counter()
+
+    def find_spec(self, *_: Any) -> None:
+        if threading.get_ident() == self._thread:
+            time.sleep(GIVES_WAY_SHARE * (time.perf_counter() - self._since))
+            self._since = time.perf_counter()
 
 
 @contextlib.contextmanager

@@ -121,6 +121,22 @@ def test_an_import_beside_a_training_counts_what_is_frozen_once(monkeypatch: pyt
     assert {"wave", "colorsys"} <= sys.modules.keys()
 
 
+def test_an_import_beside_a_training_gives_way_before_each_module(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "outer_of_three.py").write_text("import inner_of_three, last_of_three")
+    for name in ("inner_of_three", "last_of_three"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(prepare, "_warm_up", lambda: None)
+    slept: list[float] = []
+    monkeypatch.setattr(prepare.time, "sleep", slept.append)
+    before = sys.getswitchinterval(), list(sys.meta_path)
+    prepare.import_beside(["outer_of_three"]).join()
+    assert len(slept) == 3, "and before those that a module imports"
+    assert (sys.getswitchinterval(), sys.meta_path) == before
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_compiles_beside_a_run_that_stops_is_not_waited_for(tmp_path: Path) -> None:
