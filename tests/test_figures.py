@@ -7,10 +7,9 @@ from pathlib import Path
 from statistics import median
 
 from tests.conftest import ROOT
-from trainer.report.published import COLD, RATIO, RECORDS, TOKENS, rows_of
+from trainer.report.published import COLD, RATIO, RECORDS, TOKENS, PublishedRow, range_text, rows_of
 from trainer.report.runs import find
 
-RESULTS = ROOT / "docs" / "results"
 Row = dict[str, str]
 
 
@@ -43,32 +42,32 @@ def numbers(cell: str) -> list[float]:
     return [float(each.replace(",", "")) for each in re.findall(r"[\d,]*\d(?:\.\d+)?", cell)]
 
 
+def published(name: str) -> dict[str, PublishedRow]:
+    return {one.arm: one for one in rows_of(find([RECORDS / f"{name}.jsonl"]))}
+
+
 def test_the_readme_quotes_the_tables() -> None:
     (quoted,) = tables(ROOT / "README.md", "crucible-train")
-    page = RESULTS / "without_records.md"
-    (hosts,) = tables(page, "Other hosts")
-    measured = {one.arm: one.figures for one in rows_of(find([RECORDS / "h200-captioning-rounds.jsonl"]))}
-    captured, line = measured["regional+cuda_graph"], row(quoted, training="captioning, batch 32")
-    device = median(measured["eager"]["device ms a step"]) / median(captured["device ms a step"])
-    others = [numbers(one["[regional,cuda_graph]` over eager"])[0] for one in hosts]
-    wanted = [round(median(captured[RATIO]), 2), round(device, 2), round(min(others), 1), round(max(others), 1)]
-    assert numbers(line["over eager"]) == wanted
-    assert line["cold warm-up"] == f"{median(captured[COLD]):.0f} s"
+    h100, h200 = "over eager, H100", "H200"
+    for training, arm, name, other in (
+        ("GPT-2", "regional", "h100-gpt2", "h200-gpt2"),
+        ("captioning, batch 32", "regional+cuda_graph", "h100-captioning", "h200-captioning-rounds"),
+        ("ResNet-50", "regional+cuda_graph", "h100-resnet50", None),
+    ):
+        line, figures = row(quoted, training=training), published(name)[arm].figures
+        assert line[h100] == range_text(RATIO, figures[RATIO])
+        assert len(figures[RATIO]) == 5
+        assert line["cold warm-up"] == f"{median(figures[COLD]):.0f} s"
+        assert other is None or numbers(line[h200]) == [round(median(published(other)[arm].figures[RATIO]), 2)]
+
+    line = row(quoted, training="the same in the device's own time")
+    for column, name in ((h100, "h100-captioning"), (h200, "h200-captioning-rounds")):
+        rows = published(name)
+        eager, captured = (rows[arm].figures["device ms a step"] for arm in ("eager", "regional+cuda_graph"))
+        assert numbers(line[column]) == [round(median(eager) / median(captured), 2)]
 
     alone, full = rows_of(find([RECORDS / "h200-captioning-ragged.jsonl"]))
     pairs = zip(full.figures[TOKENS], alone.figures[TOKENS], strict=True)
-    (ragged,) = tables(page, "Ragged batches")
-    others = [
-        number
-        for name in ("regional+buckets+cuda_graph", "full_stack")
-        for number in numbers(row(ragged, strategies=name)["captions, batch 32"].partition(";")[0])
-    ]
     line = row(quoted, training="ragged captions")
-    wanted = [round(median(mine / theirs for mine, theirs in pairs), 2), round(min(others), 1), round(max(others), 1)]
-    assert numbers(line["over eager"]) == wanted
+    assert numbers(line[h200]) == [round(median(mine / theirs for mine, theirs in pairs), 2)]
     assert line["cold warm-up"] == f"{median(full.figures[COLD]):.0f} s"
-
-    (regional,) = (one for one in rows_of(find([RECORDS / "h200-gpt2.jsonl"])) if one.arm == "regional")
-    line = row(quoted, training="GPT-2")
-    assert line["over eager"] == f"{median(regional.figures[RATIO]):.2f}"
-    assert line["cold warm-up"] == f"{median(regional.figures[COLD]):.0f} s"

@@ -18,6 +18,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,17 @@ MARK = re.compile(r"(<!-- (table|kernels): ([\w-]+) -->\n).*?(<!-- end -->)", re
 RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
 TOKENS = "useful tokens/s"
 COLD, WARM = "warm-up s, cold", "warm-up s, warm"
+FIRST, LONGEST = "first step s", "longest later step s"
+"""From the start of the process to the end of its first optimizer step, and of those after it; where a run was asked
+for a point a step."""
 COUNTS = ("graphs", "graph breaks", "recompiles")
-NAMES = (RATIO, STEP, "device ms a step", TOKENS, "of roofline", COLD, WARM, "peak GiB", *COUNTS, LOSS)
+NAMES = (RATIO, STEP, "device ms a step", TOKENS, "of roofline", FIRST, LONGEST, COLD, WARM, "peak GiB", *COUNTS, LOSS)
 TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
 """The same of times and memory, which are compared on one model of GPU alone."""
 MORE_IS_BETTER = (RATIO, TOKENS, "of roofline")
-LESS_IS_BETTER = (STEP, "device ms a step", COLD, WARM, "peak GiB", "graph breaks", "recompiles")
+LESS_IS_BETTER = (STEP, "device ms a step", FIRST, LONGEST, COLD, WARM, "peak GiB", "graph breaks", "recompiles")
 HOLDS, BETTER, FAILS, NOT_COMPARED = "holds", "better", "DOES NOT HOLD", "not compared"
 Figures = dict[str, tuple[float, ...]]
 """Values by the name of a figure, of each round."""
@@ -152,12 +156,19 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
     of_round = {(record.seed, record.round): record.step_seconds for record in theirs}
     pairs = zip(steps, (of_round.get((record.seed, record.round)) for record in records), strict=True)
     cold = row.cell.over("warmup_seconds", "cold")
+    ends = [
+        [seconds for step, seconds in record.progress if step]
+        for record in records
+        if record.config.get("trainer", {}).get("log_every_n_steps") == 1 and record.steps == len(record.progress) - 1
+    ]
     found: dict[str, Sequence[float | None]] = {
         RATIO: [eager / ours for ours, eager in pairs if ours and eager],
         STEP: [seconds and seconds * 1e3 for seconds in steps],
         "device ms a step": [seconds and seconds * 1e3 for seconds in busy],
         TOKENS: [record.useful_tokens_per_second for record in records],
         "of roofline": [record.roofline_share for record in records],
+        FIRST: [of_run[0] for of_run in ends],
+        LONGEST: [max((now - then for then, now in pairwise(of_run)), default=None) for of_run in ends],
         COLD: cold.values if cold else [one.warmup_seconds for one in profiled if one.cache in (None, "cold")],
         WARM: row.warm_warmup_seconds.values if row.warm_warmup_seconds else (),
         "peak GiB": [record.peak_device_memory_gib for record in records],
