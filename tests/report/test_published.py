@@ -18,7 +18,9 @@ from trainer.report.pictures import PICTURES
 from trainer.report.published import (
     BETTER,
     FAILS,
+    FIRST,
     HOLDS,
+    LONGEST,
     NOT_COMPARED,
     RATIO,
     judged,
@@ -72,6 +74,18 @@ def test_the_tables_of_docs_results_are_those_of_their_records() -> None:
     alone = set(re.findall(rf"pictures/({published.CURVES_ALONE}[\w-]+)-losses\.png", "".join(texts.values())))
     files = {file.stem for file in published.RECORDS.glob("*.jsonl") if not file.name.startswith(published.SAME)}
     assert shown | alone == files, "each record belongs to a table, those of losses alone to a picture"
+
+
+def test_first_and_longest_steps_are_those_of_runs_with_a_point_a_step() -> None:
+    progress = [[0, 9.0], [1, 12.0], [2, 12.5], [3, 12.6]]
+    records = sweep()
+    for one in records[:2]:
+        one.steps, one.progress = 3, progress
+        one.config["trainer"] = {"log_every_n_steps": 1}
+    records[2].progress, records[2].steps = progress, 3  # points of every step, as short runs have, and not asked for
+    figures = rows_of(runs_of(records))[0].figures
+    assert figures[FIRST] == (12.0,)
+    assert figures[LONGEST] == pytest.approx((0.5,))
 
 
 def test_the_first_pages_show_only_pictures_that_are_drawn_from_records() -> None:

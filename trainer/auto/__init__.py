@@ -54,8 +54,8 @@ BESIDE_HELPER = 0.1
 MAX_SAVED = 0.35
 """Share of a step that compiling its modules saves at most: it runs 1.35 to 1.55 times as fast in six models there."""
 MAX_SAVED_BY_SYMBOLIC, SYMBOLIC_SHAPE = 0.05, 1.5
-"""The same where lengths differ and nothing pads them, so that sizes become symbolic, and the share of a first compile
-that it takes: captions under ``regional`` took 22 s and 1.15 to 1.27 of eager's step, on H200s and an H100."""
+"""The same where sizes become symbolic, and the share of a first compile that it takes: captions under ``regional``
+took 22 s and 1.15 to 1.27 of eager's step, on H200s and an H100."""
 WHOLE_OVER_REGIONAL = 0.05
 """Share of a step with compiled regions that one graph saves at most: 0 to 3% there."""
 MAX_SAVED_BY_CAPTURE = 0.5
@@ -150,7 +150,7 @@ class Knowledge:
 
     @property
     def symbolic(self) -> bool:
-        """Whether compiled code would get symbolic sizes; a second shape may be a last, smaller batch."""
+        """Whether compiled code gets symbolic sizes. A second shape may be a last, smaller batch."""
         return self.max_further_shapes == 1 and len(self.shapes) > 2
 
     def new_shapes(self, steps: int) -> float:
@@ -180,12 +180,11 @@ class Knowledge:
         if arm.setup_seconds is not None and not any(one in self.helped for one in changed):
             return arm.setup_seconds
         changes = [TAKING_OVER.format(one) if one in self.helped else one for one in changed]
-        further = FURTHER_SHAPE * min(self.max_further_shapes, len(self.shapes) - 1) if self.shapes else 0.0
-        further = SYMBOLIC_SHAPE if self.symbolic else further
+        further = FURTHER_SHAPE * min(self.max_further_shapes, max(0, len(self.shapes) - 1))  # also after a helper
         capture = SETUP_SECONDS["cuda_graph"] if arm.captured else 0.0
         if capture and now.never_waited_steps is not None:
             capture = max(capture, CAPTURE_STEPS * (now.step_seconds or 0.0))
-        again = further * sum(SETUP_SECONDS[one] for one in changed)  # in the foreground, also after a helper
+        again = (SYMBOLIC_SHAPE if self.symbolic else further) * sum(SETUP_SECONDS[one] for one in changed)
         return sum(SETUP_SECONDS[change] for change in changes) + again + capture
 
     def needs_helper(self, arm: Arm, now: Arm) -> bool:
@@ -331,8 +330,7 @@ class Choice:
         """The table, for a person."""
         columns = {"helper_seconds": 1.0, "setup_seconds": 1.0, "step_seconds_before": 1e3, "step_seconds": 1e3}
         columns["gained_seconds"] = 1.0
-        heads = ["helper s", "set-up s", "ms before", "ms a step", "gained s"]
-        rows = [["auto tried", "from", "to", *heads, ""]]
+        rows = [["auto tried", "from", "to", "helper s", "set-up s", "ms before", "ms a step", "gained s", ""]]
         for name, row in self.table.items():
             if (began := row["switched_at_step"]) is not None:
                 ended = row["stepped_back_at_step"]
@@ -400,8 +398,7 @@ host, and a step of few parameters fits into the queue."""
 
 
 def mark(device: torch.device) -> Any:
-    """A point in the device's current stream, whose ``query()`` says whether the device has come to it; None without
-    streams."""
+    """A point in the current stream, whose ``query()`` says whether the device has come to it; None without streams."""
     if device.type != "cuda":
         return None
     import torch

@@ -156,10 +156,11 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
     of_round = {(record.seed, record.round): record.step_seconds for record in theirs}
     pairs = zip(steps, (of_round.get((record.seed, record.round)) for record in records), strict=True)
     cold = row.cell.over("warmup_seconds", "cold")
+    stepwise = [record for record in records if record.config.get("trainer", {}).get("log_every_n_steps") == 1]
     ends = [
-        [seconds for step, seconds in record.progress if step]
-        for record in records
-        if record.config.get("trainer", {}).get("log_every_n_steps") == 1 and record.steps == len(record.progress) - 1
+        [seconds for _, seconds in record.progress[1:]]
+        for record in stepwise
+        if record.steps == len(record.progress) - 1
     ]
     found: dict[str, Sequence[float | None]] = {
         RATIO: [eager / ours for ours, eager in pairs if ours and eager],
