@@ -230,3 +230,10 @@ def test_a_figure_holds_within_the_published_range(name: str, here: float, same_
     assert judged(name, (1.5, 1.55, 1.6), (here,), same_gpu) == verdict
     missing = NOT_COMPARED if name == "ms a step" else FAILS
     assert judged(name, (1.5,), (), same_gpu) == missing
+
+
+def test_a_count_is_better_where_no_round_has_more() -> None:
+    assert judged("recompiles", (2, 2, 2), (0, 0, 2), same_gpu=True) == BETTER
+    assert judged("recompiles", (2, 2, 2), (0, 0, 9), same_gpu=True) == FAILS, (
+        "the median says nothing of the last round"
+    )

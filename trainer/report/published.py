@@ -307,7 +307,7 @@ def judged(name: str, published: Sequence[float], here: Sequence[float], same_gp
     if low - room <= middle <= high + room if tolerance else set(here) <= set(published):
         return HOLDS
     better = (middle > high and name in MORE_IS_BETTER) or (middle < low and name in LESS_IS_BETTER)
-    return BETTER if better else FAILS
+    return BETTER if better and (tolerance or max(here) <= high) else FAILS  # a count is looked at in each round
 
 
 def check(
