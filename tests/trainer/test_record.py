@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from pathlib import Path
 
 from trainer.telemetry.record import Event, Rates, RunRecord
@@ -21,3 +22,10 @@ def test_a_record_reads_back_without_what_it_has_no_field_for(tmp_path: Path) ->
     assert RunRecord.load(tmp_path) == record
     (tmp_path / "record.json").write_text(json.dumps({**json.loads(text), "of_another_version": 1.0}))
     assert RunRecord.load(tmp_path) == record
+
+
+def test_a_report_of_any_mapping_is_saved_and_what_is_not_finite_in_it_is_absent(tmp_path: Path) -> None:
+    """A strategy of someone else's may report what Hydra or a library of theirs gives it."""
+    record = RunRecord(task="any", report={"mine": {"options": UserDict(limit=float("inf"), password=float("inf"))}})
+    record.save(tmp_path)
+    assert RunRecord.load(tmp_path).report == {"mine": {"options": {"limit": None, "password": "***"}}}

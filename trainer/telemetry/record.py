@@ -384,10 +384,10 @@ class RunRecord(CompilerFigures, Rates, Peak):
         # Not above: the command line plans a sweep first, and then makes sure that this package is ours.
         from strategies.errors import without_credentials
 
-        values = finite({"task": self.task, **dataclasses.asdict(self)})  # what ran comes first in the file
+        values = without_credentials({"task": self.task, **dataclasses.asdict(self)})  # what ran comes first
         file = Path(directory) / FILE_NAME
         with written_whole(file, "w") as out:
-            json.dump(without_credentials(values), out, indent=1, allow_nan=False, default=str)
+            json.dump(finite(values), out, indent=1, allow_nan=False, default=str)
         return file
 
     @classmethod
