@@ -43,6 +43,15 @@ def test_rounds_take_turns_and_pairs_share_caches_that_go_when_both_have_finishe
     assert not list(Path("sweep/caches").iterdir())
 
 
+def test_a_sweep_that_a_cell_of_another_one_has_started_has_no_round_of_that_one(
+    command_line: Any, cells: InstantCells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRUCIBLE_ROUND", "2")
+    assert command_line(*SWEEP, "compile=eager,whole") == 0
+    assert cells.titles == ["compile=eager", "compile=whole"]
+    assert [cell.record.round for cell in cells.ran] == [None, None]
+
+
 def test_arms_with_options_of_their_own_are_cells_of_one_sweep(command_line: Any, cells: InstantCells) -> None:
     arms = "hydra.launcher.arms=[eager,'whole compile.whole.mode=max-autotune']"
     assert command_line(*SWEEP, arms, "seed=0,1") == 0

@@ -166,7 +166,7 @@ class IsolatedLauncher(Launcher):
         words = [*flags(sys.argv[1:]), *overrides, *([f"repeat={start}"] if config.repeat != start else [])]
         bare = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         record = described(to_config(bare), words)
-        record.start = start
+        record.start, record.round = start, None  # that of a sweep whose cell has started this one is not ours
         return PlannedCell(overrides=overrides, arm=arm, words=words, job=job, record=record)
 
     def _command(self, cell: PlannedCell, config: DictConfig) -> list[str]:
