@@ -25,6 +25,7 @@ from strategies.base import CannotCapture, Program, eager
 from strategies.cuda_graph.capture import NotYet, Observation, StateChanges, StepGraphs
 from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.state import HostState, Value, entries_of, named
+from strategies.cuda_graph.values import Unrepeatable
 from strategies.errors import one_line
 from strategies.loop import Loop, MicroBatch
 from strategies.optimizer.step import GraphedStep, graphed
@@ -235,6 +236,8 @@ class StepCapture:
             except torch.OutOfMemoryError:
                 problems = ["could not be observed: out of memory"]
                 continue
+            except Unrepeatable:  # held by a class, before the forward began: a problem by then
+                pass
             except Exception as error:
                 return Observation(recorder.state(), [f"could not be observed: {one_line(error)}"])
             finally:

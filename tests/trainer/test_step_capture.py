@@ -76,6 +76,14 @@ class DrawsOnHost(Net):
         return self.loss(batch) * random.random()
 
 
+class HoldsGenerator(Net):
+    random = random.Random(0)
+
+
+class HoldsIterator(Net):
+    numbers = itertools.count()
+
+
 class HasHook(Net):
     def on_after_backward(self) -> None:
         pass
@@ -280,6 +288,8 @@ def test_betas_that_change_all_the_time_leave_the_optimizer_out(tmp_path: Path) 
         (CountsSteps, "changes self.last (test_step_capture.py:"),
         (ReadsLoss, "not permitted when stream is capturing"),
         (DrawsOnHost, "draws random numbers on the host"),
+        (HoldsGenerator, "on the host from HoldsGenerator.random"),
+        (HoldsIterator, "reads HoldsIterator.numbers"),
         (HasHook, "HasHook.on_after_backward"),
         (Manual, "manual optimization"),
     ],
