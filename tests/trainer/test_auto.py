@@ -22,7 +22,7 @@ from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
 from tests.trainer.test_auto_ahead import POINTS, Device
-from tests.trainer.test_background import put_helper
+from tests.trainer.test_background import BetweenSteps, put_helper
 from trainer import auto as ahead
 from trainer.auto import candidates, chooser, program_facts
 from trainer.background.calls import Background
@@ -530,6 +530,32 @@ def test_a_candidate_takes_over_once_a_helper_has_compiled_it(
     by_hand = Switching(regional=(first, second - 5), whole=(second, table["whole"]["stepped_back_at_step"]))
     again = Switching(regional=(table["whole"]["stepped_back_at_step"], -1))
     assert losses == fit(Blocks(), tmp_path, [by_hand, again], max_steps=40)
+
+
+def test_garbage_is_collected_while_evaluations_are_still_compiled(
+    tmp_path: Path, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are waited for where the regions' trials could say nothing."""
+
+    class Trains(Background):
+        def ready(self) -> set[Any]:
+            found = super().ready()
+            while self._sent and not self.complete:
+                time.sleep(0.01)
+                found = super().ready()
+            return found
+
+        def imported(self, *, wait: bool = False) -> bool:
+            return super().imported(wait=True)
+
+    monkeypatch.setattr(candidates, "Background", Trains)
+    monkeypatch.setattr("trainer.background.trial.SAYS_NOTHING", -1.0)
+    put_helper(monkeypatch, ANSWERS.replace('print(json.dumps({"done": True}), flush=True)', ""))
+    clock(eager=1.0)
+    compile_, between = beside(candidates=["regional"]), BetweenSteps()
+    fit(Blocks(), tmp_path, [compile_, between], max_steps=24, max_epochs=-1)
+    assert "ended while a helper compiled regional" in compile_.record.notes[-2], compile_.record.notes
+    assert between.collects == [True] * 24
 
 
 def test_eager_is_captured_while_the_helper_compiles(

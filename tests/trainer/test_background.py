@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -130,6 +131,24 @@ def test_no_garbage_is_collected_in_a_step_that_tries_a_region(
         gc.callbacks.remove(collects)
     assert collected == []
     assert gc.isenabled()
+
+
+class BetweenSteps(L.Callback):
+    """Knows whether Python collects garbage after each step, where a training may validate."""
+
+    def __init__(self) -> None:
+        self.collects: list[bool] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.collects.append(gc.isenabled())
+
+
+def test_garbage_is_collected_between_steps_that_try_regions(tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+    callback, between = Compile([regional(), Background(force=True, at_step=2)]), BetweenSteps()
+    fit(Blocks(), tmp_path, [callback, between], max_steps=8, max_epochs=-1)
+    assert facts(callback)["switched"] is not None
+    assert between.collects == [True] * 8
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,6 @@ class Candidates:
     def try_next(self) -> None:
         """A step of eager begins: let a region be tried in it that the helper has compiled."""
         assert self.compiling is not None
-        self._uncollected.close()  # what the last trial left costs this step
         if self._untried:
             view, region = self.named[self.compiling].outline(self._program), self._untried.pop(0)
             self._trial = Trial(program=view, region=region, parity=self._parity)
@@ -162,6 +161,7 @@ class Candidates:
         """A step is over; returns whether the helper at work is through and what it has compiled was tried, or it has
         failed, for all processes alike. ``may_try``: whether steps of eager may follow for it. ``pays``: whether the
         steps left would pay for what it compiles."""
+        self._uncollected.close()  # what a trial has left costs the next step
         if self._recording:
             self._stop_recording()
         if self.compiling is None:
@@ -183,7 +183,6 @@ class Candidates:
             self._agreement.settle()
             self._agreement = None
         self.trying = self._through = False
-        self._uncollected.close()
         candidate.vague = self._loop.anywhere(candidate.vague)
         reason = "too few steps are left" if too_late else helper.failed
         reason = reason or next(iter(helper.refused.values()), "that of another process failed")

@@ -109,7 +109,6 @@ class Takeover:
         if not self._between_steps:
             return
         self._between_steps = False
-        self._uncollected.close()  # what the last trial left costs this step
         due = self._options.at_step
         if due is not None:
             if self._loop.steps_done + 2 < due:
@@ -168,6 +167,7 @@ class Takeover:
             return
         self._between_steps = True
         self._time()
+        self._uncollected.close()  # what a trial has left costs the next step
         for path, gate in self.helper.gates.items():
             if self._batch not in self._shapes:
                 self._shapes[self._batch], self._new_at = set(), self._loop.steps_done
