@@ -223,7 +223,11 @@ class StepCapture:
             return Observation(HostState(), problems)
         for gradients in (contextlib.nullcontext(), torch.no_grad())[: 2 if loop.world_size == 1 else 1]:
             recorder = HostRecorder(loop.device, loop.unreadable())
-            snapshot = loop.snapshot(micro.batch)
+            try:
+                snapshot = loop.snapshot(micro.batch)
+            except torch.OutOfMemoryError:
+                loop.anywhere(True)  # the others ask what is lost
+                return Observation(HostState(), ["could not be observed: no memory for a copy of the weights"])
             if (lost := snapshot.lost) is not None:
                 return Observation(HostState(), [lost])
             try:

@@ -18,6 +18,7 @@ from strategies.cuda_graph import capture
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import Recorded
 from trainer.callback import Compile
+from trainer.guards.snapshot import Snapshot
 
 
 class Net(L.LightningModule):
@@ -298,6 +299,22 @@ def test_what_a_graph_would_not_repeat_is_not_captured(kind: type[Net], reason: 
     _, _, report = both(kind, tmp_path)
     assert report["graphs"] == 0
     assert any(reason in refused for refused in report["refused"]), report["refused"]
+
+
+def test_a_step_whose_weights_cannot_be_copied_is_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Snapshot.copy
+
+    def copied(snapshot: Snapshot, tensor: Tensor) -> Tensor:
+        if snapshot._of_forward and isinstance(tensor, nn.Parameter):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return copy(snapshot, tensor)
+
+    monkeypatch.setattr(Snapshot, "copy", copied)
+    compile_ = Compile([Recorded()], parity="off")
+    fit(Net(), tmp_path, compile_)
+    report = compile_.record.report["recorded"]
+    assert (report["graphs"], report["eager_steps"]) == (0, 20)
+    assert report["refused"] == ["could not be observed: no memory for a copy of the weights"]
 
 
 def test_a_validation_between_steps_changes_nothing(tmp_path: Path) -> None:
