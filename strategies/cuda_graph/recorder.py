@@ -127,7 +127,10 @@ class HostRecorder(HostValues):
                 value = getter(obj, name)
         except AttributeError:
             with self._quiet():
-                self._expect(attributes_of(obj), name, GONE, label, obj)
+                if isinstance(static, types.MemberDescriptorType):  # a slot, which lies in no dictionary
+                    self._remember(obj, name, label)
+                else:
+                    self._expect(attributes_of(obj), name, GONE, label, obj)
             raise
         with self._quiet():
             full = f"{label}{name}"
@@ -177,20 +180,21 @@ class HostRecorder(HostValues):
     @contextlib.contextmanager
     def _writing(self, obj: Any, name: str) -> Iterator[None]:
         """Remember what was there before the first write; what is read afterwards is the call's own."""
-        key = (id(obj), name)
         label = None if name in IGNORED or threading.get_ident() != self._thread else self._labels.get(id(obj))
         if not self._busy and label is not None:
             with self._quiet():
-
-                def put(value: Any) -> None:
-                    with contextlib.suppress(AttributeError):
-                        delattr(obj, name) if value is GONE else setattr(obj, name, value)
-
-                self._written.add(key)
-                read = functools.partial(getattr, obj, name, GONE)
-                self._values.setdefault(key, Value(f"{label}{name}", read, read(), self._line(), put))
+                self._written.add((id(obj), name))
+                self._remember(obj, name, label)
         with self._quiet():
             yield
+
+    def _remember(self, obj: Any, name: str, label: str) -> None:
+        def put(value: Any) -> None:
+            with contextlib.suppress(AttributeError):
+                delattr(obj, name) if value is GONE else setattr(obj, name, value)
+
+        read = functools.partial(getattr, obj, name, GONE)
+        self._values.setdefault((id(obj), name), Value(f"{label}{name}", read, read(), self._line(), put))
 
     def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event not in ("call", "c_call") or self._busy:

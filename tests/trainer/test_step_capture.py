@@ -66,6 +66,24 @@ class CountsSteps(Net):
         return self.loss(batch)
 
 
+class Slot:
+    __slots__ = ("value",)
+
+
+class FillsSlot(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slot = Slot()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not hasattr(self.slot, "value"):
+            self.slot.value = 2.0
+        return self.loss(batch) * self.slot.value
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        del self.slot.value
+
+
 class ReadsLoss(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -287,6 +305,7 @@ def test_betas_that_change_all_the_time_leave_the_optimizer_out(tmp_path: Path) 
     ("kind", "reason"),
     [
         (CountsSteps, "changes self.last (test_step_capture.py:"),
+        (FillsSlot, "changes self.slot.value (test_step_capture.py:"),
         (ReadsLoss, "not permitted when stream is capturing"),
         (DrawsOnHost, "draws random numbers on the host"),
         (HoldsGenerator, "on the host from HoldsGenerator.random"),
