@@ -26,7 +26,7 @@ from trainer.telemetry.record import RunRecord
 
 
 class Odd(Traceable):
-    """Changes weights in its training step, steps a schedule by hand, and logs."""
+    """Changes weights and gradients in its training step, steps a schedule by hand, and logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +38,8 @@ class Odd(Traceable):
             for mine, head in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
                 mine.data = mine.data * 0.9 + head.data * 0.1
             self.teacher.bias.data.mul_(0.99)
+            for gradient in [one.grad for one in self.head.parameters() if one.grad is not None]:
+                gradient.mul_(0.9)
         self.log("drawn", torch.rand((), generator=self.generator), on_step=True, on_epoch=True)
         schedule: Any = self.lr_schedulers()
         schedule.step()

@@ -113,7 +113,7 @@ def eager_forward(
         before.restore()
     if loop.anywhere(error is not None) or seen is None:
         raise error or RuntimeError("training_step failed on another process")
-    before.forget(loop.module.parameters())  # the step needs the memory
+    before.forget(held for one in loop.module.parameters() for held in (one, one.grad))  # the step needs the memory
     return seen
 
 

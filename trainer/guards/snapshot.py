@@ -67,8 +67,8 @@ class Snapshot:
     closures, and in globals that the module's methods name. Not copied are data sets, loaders, loggers, callbacks,
     iterators and objects of other libraries.
 
-    ``of_forward``, which no optimizer step follows, leaves out what optimizers keep for each parameter and the contents
-    of gradients; ``program``, whose strategies may keep something on the host, is then not needed.
+    ``of_forward``, which no optimizer step follows, leaves out what optimizers keep for each parameter; ``program``,
+    whose strategies may keep something on the host, is then not needed.
     """
 
     def __init__(self, loop: Loop, batch: Any, program: Program | None = None, *, of_forward: bool = False) -> None:
@@ -87,7 +87,7 @@ class Snapshot:
             self._keep(optimizer, "an optimizer")
         for scheduler in loop.schedulers:  # a training step may step it itself
             self._keep(vars(scheduler), "a scheduler")
-        for _, gradient in [] if of_forward else gradients:
+        for _, gradient in gradients:
             self._keep(gradient, "a gradient")
         for counter in loop.counters():  # of optimizer steps and zeroed gradients; checkpoints hold them
             self._keep(vars(counter), "progress")
@@ -125,7 +125,7 @@ class Snapshot:
         """A copy of ``tensor``, on the host where the device has no room for many."""
         return tensor.detach().to("cpu", copy=True) if self._offload else tensor.detach().clone()
 
-    def forget(self, tensors: Iterable[Tensor]) -> None:
+    def forget(self, tensors: Iterable[Tensor | None]) -> None:
         """Free the copies of ``tensors``, whose contents do not come back from now on."""
         for tensor in tensors:
             self._tensors.pop(id(tensor), None)
