@@ -13,6 +13,8 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from strategies import Program, Regional, Stage, Strategy, Whole
 from tests.trainer import guarded
@@ -55,6 +57,26 @@ def test_a_wrong_backward_is_told_by_norm_and_tensor(tmp_path: Path) -> None:
     assert facts["gradients"]["beyond"] > 5
     assert facts["loss"]["difference"] <= facts["loss"]["tolerance"]
     assert facts["weights"]["beyond"] == 0, "optimizers are judged by the gradients of eager"
+
+
+def test_weights_frozen_at_the_first_call_are_told_by_the_step_that_shows_them_not_by_its_buffers(
+    tmp_path: Path,
+) -> None:
+    first: dict[int, Tensor] = {}
+
+    def frozen(graph: Any, _: Any) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            held = [first.setdefault(one.data_ptr(), one.detach().clone()) for one in inputs if one.shape == (8, 8)]
+            return graph(*[held.pop(0) if one.shape == (8, 8) else one for one in inputs])
+
+        return make_boxed_func(run)
+
+    backward = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
+    torch._dynamo.register_backend(aot_autograd(fw_compiler=frozen, bw_compiler=backward), "tests_frozen")
+    message, facts = refused("tests_frozen", tmp_path, module=guarded.Traceable(dropout=0.0))
+    assert "in step 2 of 3, loss" in message
+    assert "buffer 'layers." in message
+    assert facts["compared_step"] == 2
 
 
 def test_off_goes_on_in_spite_of_it(tmp_path: Path) -> None:

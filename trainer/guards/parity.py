@@ -330,7 +330,8 @@ class ParityGate:
         found = [comparison.verdict(one) for comparison, one in zip(self._steps, seen, strict=True)]
         more, facts = self._left.verdict(left)
         # After a wrong optimizer step, later ones differ in everything.
-        wrong = next((number for number, (complaints, _) in enumerate(found) if complaints and not more), 0)
+        updated = not self._left.verdict({kind: left[kind] for kind in ("weights", "optimizer_state")})[0]
+        wrong = next((number for number, (complaints, _) in enumerate(found) if complaints and updated), 0)
         complaints, figures = found[wrong]
         if wrong:
             complaints = [f"in step {wrong + 1} of {STEPS}, {complaints[0]}", *complaints[1:]]
