@@ -133,6 +133,24 @@ def test_other_random_numbers_than_eagers_are_not_taken_for_an_error(tmp_path: P
     assert facts["loss"]["difference"] > 1e-4, "the draws do differ"
 
 
+def test_steps_under_other_seeds_say_nothing_of_weights_without_a_gradient(tmp_path: Path) -> None:
+    class Adapted(guarded.Traceable):
+        """Half of its adapter begins at 0, so that the other half's gradient is zeros in eager, too."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.zeros(2, 1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + (batch[0] @ self.down @ self.up - 1).square().mean()
+
+    with guarded.backend("tests_other_draws", other_draws, guarded.as_it_is) as backend:
+        compile_ = Compile([Regional(backend=backend)])
+        fit(Adapted(), tmp_path, [compile_])
+    assert "draws" in compile_.record.report["parity"]
+    assert not [note for note in compile_.record.notes if "no gradient" in note]
+
+
 def test_a_gross_error_is_found_among_random_numbers_too(tmp_path: Path) -> None:
     def both(run: Callable[[], Any]) -> Any:
         return guarded.scaled(8.0)(lambda: other_draws(run))

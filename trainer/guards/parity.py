@@ -233,11 +233,11 @@ class ParityGate:
     def _give(self, of: list[Tensor], blurred_by: int | None, *, ours: bool) -> None:
         """Replace the gradients that an optimizer is about to take by those of the reference; ``ours`` are the
         program's."""
-        given, taken = [], next(self._giving, {})
-        if ours:
+        given, taken = [], next(self._giving, None)
+        if ours and taken is not None:  # a step under another seed has no reference
             more = [one for one in of if one.grad is not None and one not in taken]
             self._zeros |= dict.fromkeys(one for one in more if not one.grad.any())  # type: ignore[union-attr]
-        for parameter, gradient in taken.items():
+        for parameter, gradient in (taken or {}).items():
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad.layout is torch.strided:  # a sparse one is as it is, and its optimizer is not compiled
