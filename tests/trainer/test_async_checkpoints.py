@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from tests.trainer.runs import last_checkpoint, train
 from tests.trainer.test_checkpoint_files import Small
@@ -53,6 +56,18 @@ def test_what_changes_after_a_save_is_not_in_the_file(tmp_path: Path, gate: thre
         assert loaded["state_dict"][name].stride() == tensor.stride()
     tied = [loaded["state_dict"][name].untyped_storage().data_ptr() for name in ("weight", "tied")]
     assert tied[0] == tied[1], "tied weights are written once"
+
+
+def test_shards_of_one_shape_are_not_taken_for_one_tensor() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        shards = {str(value): distribute_tensor(torch.full((2, 2), value), mesh) for value in (1.0, 2.0)}
+        host = checkpoint_io.on_host({**shards, "tied": shards["1.0"].detach()})
+    finally:
+        distributed.destroy_process_group()
+    assert [float(one.to_local()[0, 0]) for one in host.values()] == [1, 2, 1]
+    assert host["tied"] is host["1.0"]
 
 
 def test_a_run_leaves_the_checkpoint_of_one_that_waits(tmp_path: Path) -> None:

@@ -125,7 +125,9 @@ def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
     def copied(_: str, tensor: Tensor) -> None:
         if tensor.is_meta:
             return
-        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype  # tied ones are two in a state dict
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # Tied ones are two in a state dict. Others that wrap tensors have no memory of their own either.
+        place = own.data_ptr() or id(tensor), own.shape, own.stride(), own.dtype
         if place not in copies:
             empty = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             copies[place] = empty.copy_(tensor, non_blocking=True)
