@@ -201,6 +201,21 @@ def test_what_can_have_no_preflight_is_noted_and_trained(tmp_path: Path) -> None
     assert any("took no manual_backward and no optimizer step" in note for note in compile_.record.notes)
 
 
+def test_on_slower_says_so_too_where_no_step_can_be_timed(tmp_path: Path) -> None:
+    class Own(Hesitant):
+        """Its optimizer is nobody else's."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return Blocks.training_step(self, batch, batch_idx).detach()
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+    compile_ = Compile([Regional(backend="eager")], parity="off", on_slower="eager")
+    fit(Own(), tmp_path, [compile_], max_steps=-1, max_epochs=1)
+    assert any(note.startswith("no preflight, ") for note in compile_.record.notes)
+
+
 @pytest.mark.parametrize(
     ("given", "name", "value"),
     [

@@ -68,11 +68,11 @@ class Preflight:
         padding = program.padding
         self._warms = padding is not None and padding.warm and bool(padding.edges)
         compiles = any(strategy.compiles for strategy in program.strategies)
-        checks = guarding.parity != "off" or guarding.on_slower == "eager"
-        self.times = timed and checks and loop.why_not_apart() is None
+        timed = timed and (guarding.parity != "off" or guarding.on_slower == "eager")
+        self.times = timed and loop.why_not_apart() is None
         """Whether steps of eager are timed."""
         self.wanted = compiles and (
-            self.times or guarding.parity != "off" or self._warms or guarding.on_compile_error == "eager"
+            timed or guarding.parity != "off" or self._warms or guarding.on_compile_error == "eager"
         )
         """Whether there is anything to do; eager has nothing."""
 
