@@ -58,8 +58,8 @@ def test_what_changes_after_a_save_is_not_in_the_file(tmp_path: Path, gate: thre
     assert tied[0] == tied[1], "tied weights are written once"
 
 
-def test_shards_of_one_shape_are_not_taken_for_one_tensor() -> None:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+def test_shards_of_one_shape_are_not_taken_for_one_tensor(tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         shards = {str(value): distribute_tensor(torch.full((2, 2), value), mesh) for value in (1.0, 2.0)}

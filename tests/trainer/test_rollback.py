@@ -233,6 +233,18 @@ def test_a_backward_that_no_longer_goes_through_compiled_code_is_repeated_in_eag
     assert compile_.record.report["rollback"]["rolled_back"][0]["step"] == 3
 
 
+def test_where_a_step_cannot_be_repeated_the_record_says_what_helps(tmp_path: Path) -> None:
+    class Second(Penalised):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) if batch_idx % 2 else Blocks.training_step(self, batch, 0)
+
+    compile_ = Compile([Regional(backend="aot_eager")], on_compile_error="eager")
+    with pytest.raises(RuntimeError, match="create_graph"):
+        fit(Second(), tmp_path, [compile_], accumulate_grad_batches=2)
+    assert compile_.record.status == "failed"
+    assert any("cannot be repeated in eager" in note for note in compile_.record.notes)
+
+
 def test_a_backward_that_keeps_its_graph_is_compiled_for_that(tmp_path: Path) -> None:
     eager, compile_ = fit(KeepsGraph(), tmp_path, []), Compile([Whole(backend="aot_eager", dynamic=True)])
     assert fit(KeepsGraph(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)

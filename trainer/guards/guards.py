@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from strategies import Program
 from strategies.base import eager, holds
-from strategies.errors import one_line
+from strategies.errors import is_compile_error, is_double_backward, one_line
 from strategies.loop import Loop, MicroBatch
 from strategies.regions import give_up, outermost
 from trainer.guards import CompiledNothing, Guarding
@@ -196,6 +196,15 @@ class Guards:
         for part, reason in self._program.eager_parts.items():
             if not any(event.kind == "fallback" and reason in event.reason for event in events):
                 events.append(Event(kind="fallback", reason=f"{part}: {reason}"))
+
+    def fail(self, error: BaseException) -> None:
+        """Explain a compile that has failed in the middle of a step which could not be run again."""
+        if self.rollback.trained and (is_compile_error(error) or is_double_backward(error)):
+            self._program.notes.append(
+                "this compile failed in a step that cannot be repeated in eager (several processes, manual "
+                "optimization, transformers' Trainer, captured steps or accumulated gradients): leave the part out, or "
+                "warm all shapes with compile=buckets"
+            )
 
     def _run_preflight(self, batch: Any) -> None:
         try:

@@ -391,6 +391,8 @@ class CompiledTraining:
         """Keep what was measured of a run that ends early; a broken device must not hide the first error."""
         if self._own is not None:
             self._own.failed(self.record, error)
+        if self._guards is not None:
+            self._guards.fail(error)
         for _ in range(2):
             # Twice: where a signal to the group has killed data workers, torch's signal handler raises for each one,
             # wherever the main thread is, and so perhaps in here.
