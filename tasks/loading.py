@@ -180,7 +180,8 @@ def load_tokenizer(texts: Sequence[str], *, vocabulary_size: int) -> Tokenizer:
         f"tokenizer-{vocabulary_size}-{_digest(texts)}.json",
         load=lambda path: Tokenizer.from_file(str(path)),
         make=lambda: train_tokenizer(texts, vocabulary_size=vocabulary_size),
-        save=lambda path, tokenizer: tokenizer.save(str(path), pretty=False),
+        # Its own ``save`` raises no OSError where nothing can be written.
+        save=lambda path, tokenizer: path.write_text(tokenizer.to_str(), encoding="utf-8"),
     )
 
 

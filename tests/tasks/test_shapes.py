@@ -78,10 +78,13 @@ def test_the_tokenizer_is_kept_and_trained_again_when_captions_change(private_ca
 def test_without_a_place_to_write_the_tokenizer_lives_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocked = tmp_path / "file"
+    blocked, full = tmp_path / "file", tmp_path / "full"
     blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(blocked))
-    assert load_tokenizer(["a cat"], vocabulary_size=280).encode("a cat").ids
+    full.mkdir()
+    (full / "crucible").symlink_to("/proc/self")  # a folder in which nobody, root included, can make a file
+    for place in (blocked, full):
+        monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(place))
+        assert load_tokenizer(["a cat"], vocabulary_size=280).encode("a cat").ids
 
 
 def test_batches_are_padded_to_the_longest_or_to_the_asked_length(size: CaptionerSize) -> None:
