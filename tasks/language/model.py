@@ -261,10 +261,10 @@ class BertEmbedding(TextEmbedding):
 class BertBlock(nn.Module):
     """Self-attention and an MLP, each with a residual and a norm after it."""
 
-    def __init__(self, network: BertNetwork) -> None:
+    def __init__(self, network: BertNetwork, longest: int) -> None:
         super().__init__()
         width = network.width
-        self.heads, self.longest = network.heads, network.max_tokens
+        self.heads, self.longest = network.heads, longest
         self.attention_dropout = network.dropped_attention
         self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
@@ -313,11 +313,12 @@ class Bert(nn.Module):
     Every block takes a contiguous input that requires a gradient, so that all of them share one compiled graph.
     """
 
-    def __init__(self, network: BertNetwork) -> None:
+    def __init__(self, network: BertNetwork, *, longest: int | None = None) -> None:
+        """``longest``: most positions of a sequence that shares its row with others; None: the network's."""
         super().__init__()
         width = network.width
         self.embed = BertEmbedding(network.vocabulary_size, network.max_tokens, width, network.dropout)
-        self.blocks = nn.ModuleList(BertBlock(network) for _ in range(network.layers))
+        self.blocks = nn.ModuleList(BertBlock(network, longest or network.max_tokens) for _ in range(network.layers))
         self.tail = BertTail(width, self.embed.token.weight)
         draw_weights(self, width, 768, positions=[self.embed.position, self.embed.token_type])
 

@@ -230,7 +230,7 @@ class MaskedLM(TextTask):
     def build_net(self) -> nn.Module:
         from tasks.language.model import Bert
 
-        return Bert(self.network)
+        return Bert(self.network, longest=self.longest())
 
     def count(self, batch: Any) -> BatchCounts:
         counts = TextTask.count(self, batch)

@@ -194,6 +194,20 @@ def test_rows_are_fitted_to_the_data_and_all_of_one_shape() -> None:
     assert (counts.tokens, counts.useful_tokens) == (positions, int((batches[0].tokens != 0).sum()))
 
 
+def test_documents_are_padded_to_the_longest_of_the_data_and_not_of_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the kernel does not run: rows of the network's 512 took twelve times the step of documents of 64."""
+    task, shapes = task_of(max_tokens=24), []
+    attend = packing.attend
+    monkeypatch.setattr(
+        packing, "attend", lambda rows, *given, **mask: shapes.append(rows) or attend(rows, *given, **mask)
+    )
+    batch = next(iter(opened(task).train_dataloader()))
+    task.build_net()(*(getattr(batch, name) for name in task.inputs))
+    assert {rows.shape[1] for rows in shapes} == {24}
+
+
 def test_operations_are_those_that_torch_counts_for_each_sequence_alone() -> None:
     task, tokens = task_of(), torch.zeros(1, 34, dtype=torch.long)
     net = Bert(task.network)
