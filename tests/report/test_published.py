@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
+from strategies import STRATEGIES
 from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.config import compose
@@ -29,7 +30,7 @@ from trainer.report.published import (
     refreshed,
     rows_of,
 )
-from trainer.report.runs import Run, find, fixed_settings
+from trainer.report.runs import Run, arm_of, find, fixed_settings
 from trainer.telemetry.machine import MachineFacts
 from trainer.telemetry.record import RunRecord
 
@@ -103,6 +104,14 @@ def test_a_run_of_today_is_of_the_workload_that_was_published(file: Path) -> Non
     today = RunRecord(task=published_record.task, label="", status="finished")
     today.config = json.loads(json.dumps(asdict(compose(published_record.command)), default=str))
     assert fixed_settings(published_record).keys() <= fixed_settings(today).keys()
+
+
+def test_a_run_of_today_is_of_the_arm_that_was_published() -> None:
+    """Or ``compare --against`` calls it not measured, and never finds that a figure does not hold."""
+    options = {f"{name}.{field.name}" for name, kind in STRATEGIES.items() for field in fields(kind)}
+    runs = [run.record for file in published.RECORDS.glob("*.jsonl") for run in find([file])]
+    given = {option for record in runs if not record.label.startswith("peer") for option in arm_of(record)[1:]}
+    assert {".".join(re.split("[.=]", option)[:2]) for option in given} <= options
 
 
 def test_a_table_that_was_edited_differs_from_its_records(tmp_path: Path) -> None:

@@ -48,6 +48,11 @@ FORMER_DEFAULTS = {
     "optimizer.clip": "true",
     "regional.on_recompile_limit": "eager",
     "whole.on_recompile_limit": "eager",
+    **{
+        f"{strategy}.{option}": "null"
+        for strategy in ("regional", "whole")
+        for option in ("activation_memory_budget", "combo_kernels", "coordinate_descent")
+    },
 }
 """Parameters that only older records have, where they say no more than what a strategy does today."""
 FORMER_SETTINGS = {
