@@ -106,7 +106,8 @@ class TextFiles(TextData):
     def read(self) -> Named:
         """Documents, named by their path below the folder."""
         root = Path(self.path)
-        files = [root] if root.is_file() else sorted(one for one in root.rglob("*") if one.suffix in (".txt", ".jsonl"))
+        below = (one for one in root.rglob("*") if one.suffix in (".txt", ".jsonl") and one.is_file())
+        files = [root] if root.is_file() else sorted(below)
         if not files:
             raise ValueError(f"task.data.path={self.path!r} is not a file, or a folder with .txt or .jsonl files")
         for file in files:

@@ -120,6 +120,13 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
             load(TextFiles(path=str(tmp_path / "a.txt"), batch_size=1))
 
 
+def test_folders_that_are_called_like_files_are_looked_through(folder: Path) -> None:
+    before = len(list(TextFiles(path=str(folder)).read()))
+    (folder / "en.txt").mkdir()
+    (folder / "en.txt" / "a.txt").write_text("text")
+    assert len(list(TextFiles(path=str(folder)).read())) == before + 1
+
+
 def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "all.txt").write_text("".join(f"{number} " for number in range(2000)))
     train, val = TextFiles(path=str(tmp_path / "all.txt"), val_share=0.1).documents()
