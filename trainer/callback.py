@@ -77,7 +77,7 @@ class Compile(CompiledTraining, L.Callback):
             )
         if trainer.world_size > 1:
             self._watch_over_processes(trainer, pl_module)
-            if stage == "fit" and self._own is not None:  # else its owner handles signals
+            if stage == "fit":  # under an owner too, whose own handlers come with the first step
                 self._sigterm = SigtermAgreement(trainer)
         # Before weights are sharded or wrapped, Lightning has no hook of a callback that comes after those two.
         undo = self._settings.enter_context(contextlib.ExitStack())

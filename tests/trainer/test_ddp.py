@@ -23,6 +23,7 @@ from trainer.build import build_trainer
 from trainer.callback import Compile
 from trainer.config import compose
 from trainer.loops.processes import DDP
+from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.xdist_group("two_processes")
 
@@ -125,10 +126,15 @@ def test_gradients_that_are_kept_and_weights_that_thaw_are_those_of_one_process(
             torch.testing.assert_close(weights, reference, rtol=1e-4, atol=1e-6)
 
 
-def told_to_stop(folder: str, strategy: str) -> tuple[str, int]:
-    """One rank gets a SIGTERM in its third step; returns what has ended the training, and at which step."""
+def told_to_stop(folder: str, strategy: str, record: RunRecord | None) -> tuple[str, int]:
+    """One rank gets a SIGTERM in its third step, under an owner's ``record`` before the first one; returns what has
+    ended the training, and at which step."""
 
     class Told(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if record is not None and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 3 and trainer.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -139,7 +145,7 @@ def told_to_stop(folder: str, strategy: str) -> tuple[str, int]:
         devices=2,
         strategy=DDP() if strategy == "ours" else strategy,
         max_steps=9,
-        callbacks=[Told(), Compile(verbose=False)],
+        callbacks=[Told(), Compile(record=record, verbose=False)],
         default_root_dir=folder,
         **options,
     )
@@ -153,7 +159,13 @@ def told_to_stop(folder: str, strategy: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("strategy", ["ours", "ddp"])
 def test_a_sigterm_to_one_ends_both_at_one_step(strategy: str, pair: Pair, tmp_path: Path) -> None:
-    assert pair(told_to_stop, str(tmp_path), strategy) == [("SIGTERM", 5), ("SIGTERM", 5)]
+    assert pair(told_to_stop, str(tmp_path), strategy, None) == [("SIGTERM", 5), ("SIGTERM", 5)]
+
+
+def test_a_sigterm_to_one_before_the_first_step_keeps_nobody_waiting(pair: Pair, tmp_path: Path) -> None:
+    """Lightning's handler broadcasts, for which the other process is not there."""
+    record = RunRecord(task="", label="eager")
+    assert pair(told_to_stop, str(tmp_path), "ours", record) == [("SIGTERM", 1), ("SIGTERM", 1)]
 
 
 def test_lightning_still_waits_for_a_flag_in_each_step() -> None:
