@@ -41,6 +41,15 @@ class Picks(Odd):
         return x_BD.index_add(0, rows, self.linear(x_BD[rows])) if len(rows) else x_BD
 
 
+class Wide(Odd):
+    """There is memory for it compiled alone."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x_BD)
+
+
 class WithPart(Blocks):
     """Blocks and, between stem and blocks, an odd part."""
 
@@ -107,7 +116,9 @@ def test_a_run_of_which_nothing_compiles_is_eager_and_says_so(backend: str, tmp_
     assert compile_.record.report["parity"]["verdict"] == "skipped"
 
 
-@pytest.mark.parametrize(("part", "complaint"), [(Odd, "no tanh here"), (Picks, "data-dependent expression")])
+@pytest.mark.parametrize(
+    ("part", "complaint"), [(Odd, "no tanh here"), (Wide, "no tanh here"), (Picks, "data-dependent expression")]
+)
 def test_fail_ends_the_run_before_the_first_step(part: type[Odd], complaint: str, tmp_path: Path) -> None:
     compile_, module = Compile([Regional(backend="tests_no_tanh", parts=["odd"])]), WithPart()
     module.odd = part()

@@ -75,13 +75,16 @@ class Rollback:
                 continue
             if self._loop.anywhere(not self.anything_left or is_out_of_memory(seen)):
                 raise _together(seen)
+            fails = self._mode == "fail" and not self.trained and error is not None and not is_recompile_limit(error)
+            fails = self._loop.anywhere(fails)
             restore()
             with eager(self._program):
                 users_own = self._tried(run)
+            if fails and users_own is not None and is_out_of_memory(users_own):
+                users_own = None  # all of it eager lacks memory, which is no reason for what did not compile
             if self._loop.anywhere(users_own is not None):
                 raise _together(users_own or seen)
-            fails = self._mode == "fail" and not self.trained and error is not None and not is_recompile_limit(error)
-            if self._loop.anywhere(fails):
+            if fails:
                 if is_double_backward(seen) and self._loop.world_size == 1:
                     restore()
                     if broken := self._kinds_that_fail(run, restore):
