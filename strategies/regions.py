@@ -168,12 +168,13 @@ class RegionCall:
             if self.failed is None or not is_compile_error(error):
                 raise
             self.failed(self._region, error)
-            return self._region.module._call_impl(*args, **kwargs)
-        if self.undefined:
-            for node in {one.grad_fn for one in pytree.tree_leaves(result) if isinstance(one, Tensor)}:
-                if node is not None and type(node).__name__ == "CompiledFunctionBackward":
-                    node.register_hook(self._leave_undefined(node))
-        return result
+        else:
+            if self.undefined:
+                for node in {one.grad_fn for one in pytree.tree_leaves(result) if isinstance(one, Tensor)}:
+                    if node is not None and type(node).__name__ == "CompiledFunctionBackward":
+                        node.register_hook(self._leave_undefined(node))
+            return result
+        return self._region.module._call_impl(*args, **kwargs)  # whose own errors have nothing to do with that one
 
     def _leave_undefined(self, node: Any) -> Callable[..., Any]:
         """A hook of the backward ``node``: zeros stay undefined where the same outputs got no gradient. Which they are

@@ -12,7 +12,8 @@ from torch.fx import GraphModule
 
 from strategies import STRATEGIES, Checkpointing, Program, Regional, Stage, Strategy, Whole
 from strategies.base import apply
-from strategies.regions import RECOMPILE_LIMIT, uncompile
+from strategies.errors import first_line
+from strategies.regions import RECOMPILE_LIMIT, guard_calls, uncompile
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.conftest import Batch, loss_and_gradients
@@ -79,6 +80,25 @@ def test_torchscript_stays_eager_with_a_note(graphs: list[GraphModule]) -> None:
     assert any(note.startswith("layers.0, layers.1: TorchScript stays as it is") for note in program.notes)
     with pytest.raises(ValueError, match=r"layers\.0: .* is TorchScript"):
         Checkpointing(blocks=["layers.0"]).apply(Program(module=module))
+
+
+class Host(Block):
+    """Eager, it reads what no CUDA graph may."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            raise LookupError("reads the host")
+        return super().forward(x_BD)
+
+
+def test_an_error_of_eager_code_in_the_place_of_what_does_not_compile_is_its_own(graphs: list[GraphModule]) -> None:
+    module = nn.Sequential(Host())
+    program = Program(module=module)
+    Regional(backend=backends.BROKEN_FORWARD, blocks=["0"]).apply(program)
+    guard_calls(program, lambda region, error: uncompile(program, [region]))
+    with pytest.raises(LookupError) as raised:
+        module(torch.randn(3, 8))
+    assert first_line(raised.value).startswith("LookupError: reads the host")
 
 
 TORCHS_OWN: dict[str, Callable[[], nn.Module]] = {
