@@ -156,6 +156,7 @@ class RegionCall:
         self.failed: Callable[[Region, Exception], None] | None = None
         self.undefined: dict[Tensor, None] = {}
         """Parameters that eager gives no gradient where an output is not used, and compiled code one of zeros."""
+        self.learns = False
         self._zeros: dict[Any, list[int]] = {}
         self._region = region
 
@@ -178,13 +179,14 @@ class RegionCall:
 
     def _leave_undefined(self, node: Any) -> Callable[..., Any]:
         """A hook of the backward ``node``: zeros stay undefined where the same outputs got no gradient. Which they are
-        is read from the device once for each graph and each set of such outputs."""
+        is read from the device once for each graph and each set of such outputs that was compared with eager."""
         kind, inputs = type(node), node.next_functions  # not the node, which holds the hook
         places = [place for place, (of, _) in enumerate(inputs) if getattr(of, "variable", None) in self.undefined]
 
         def hook(gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
             unused = tuple(one is None for one in given)
-            if not any(unused):
+            compared = self.learns or any(one == unused for _, one in self._zeros)
+            if not any(unused) or not compared:  # zeros may be real, of a loss whose factor grows from 0
                 return None
             if (kind, unused) not in self._zeros:
                 zeros = [one for one in places if gradients[one] is not None and not gradients[one].any()]
@@ -204,10 +206,11 @@ def guard_calls(program: Program, failed: Callable[[Region, Exception], None]) -
 
 def leave_undefined(program: Program, parameters: Iterable[Tensor]) -> None:
     """Let regions give ``parameters`` no gradient, as eager does, where their backward gives zeros because an output of
-    the region got none."""
+    the region got none; the same ones as in the steps up to the next call, for no parameters."""
     for region in program.regions:
         if isinstance(call := region.module._compiled_call_impl, RegionCall):
-            call.undefined.update(dict.fromkeys(parameters))
+            call.undefined.update(given := dict.fromkeys(parameters))
+            call.learns = bool(given)
 
 
 def outermost(program: Program) -> list[Region]:

@@ -330,3 +330,31 @@ def test_weights_behind_an_unused_output_get_no_gradient_as_in_eager(later: bool
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
     optimizers = [one.trainer.optimizers[0] for one in (module, eager)]
     assert len(optimizers[0].state) == len(optimizers[1].state) == (6 if not later else 8)
+
+
+def test_an_output_that_is_used_later_trains_its_weights_though_their_first_gradients_are_zeros(tmp_path: Path) -> None:
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x_BD: Tensor) -> list[Tensor]:
+            return [head(x_BD) for head in self.heads]
+
+    class Growing(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.three = nn.ModuleList(), Three()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            first_BD, second_BD, _ = self.three(self.stem(batch[0]))
+            if batch_idx > 1:
+                first_BD = first_BD + (batch_idx - 2) * second_BD
+            return nn.functional.mse_loss(self.head(first_BD), batch[1])
+
+    eager, module = Growing(), Growing()
+    losses = fit(eager, tmp_path, [])
+    compile_ = Compile([Whole(backend="aot_eager")], whole=["three"])
+    assert fit(module, tmp_path, [compile_]) == pytest.approx(losses, rel=1e-4)
+    for one, other in zip(module.parameters(), eager.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)

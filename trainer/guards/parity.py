@@ -113,6 +113,7 @@ class ParityGate:
             leave_undefined(self._program, self._zeros)
             self._zeros.clear()
             seen, left = self._seen(batch)
+            leave_undefined(self._program, ())
         self._calibrate(batch, 0)
         complaints, figures = self._verdict(seen, left)
         across = draws and self._loop.anywhere(bool(complaints))
