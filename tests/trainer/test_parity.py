@@ -330,6 +330,8 @@ def test_weights_behind_an_unused_output_get_no_gradient_as_in_eager(later: bool
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
     optimizers = [one.trainer.optimizers[0] for one in (module, eager)]
     assert len(optimizers[0].state) == len(optimizers[1].state) == (6 if not later else 8)
+    assert compile_.program is not None
+    assert compile_.program.findings == {}, "a warm start compares anew, by which its regions know such weights"
 
 
 def test_an_output_that_is_used_later_trains_its_weights_though_their_first_gradients_are_zeros(tmp_path: Path) -> None:

@@ -255,6 +255,6 @@ def test_a_run_of_the_command_line_is_compared_and_recorded(tmp_path: Path) -> N
 @pytest.mark.parametrize("timed", [{"verdict": "skipped"}, {"before_the_first_step": {"eager_seconds": [1.0]}}])
 def test_a_warm_start_is_left_findings_that_hold_a_timing(timed: dict[str, Any]) -> None:
     """For want of memory nothing was timed; a warm start that was left that would end with a KeyError."""
-    program: Any = SimpleNamespace(report={"parity": {"verdict": "passed"}, "slowdown": timed}, findings={})
+    program: Any = SimpleNamespace(report={"parity": {"verdict": "passed"}, "slowdown": timed}, findings={}, regions=[])
     keep_findings(program, "float32[4, 8]")
     assert [found["slowdown"] for found in program.findings.values()] == [timed] * ("verdict" not in timed)
