@@ -394,8 +394,8 @@ def _make_forward(kind: type[nn.Module]) -> types.FunctionType:
 
         if compiling:  # a graph writes to buffers once
             return checkpoint(call, *args, use_reentrant=False, **kwargs)
-        contexts = _Repetition(self).contexts
-        return checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        again = _Repetition(self)
+        return checkpoint(call, *args, use_reentrant=False, context_fn=lambda: (again.first(), again), **kwargs)
 
     # Of its own name: a compiler keeps what it knows of a piece of code by file, line and name, and so do its messages.
     code = forward.__code__.replace(co_name=f"{kind.__name__}.forward")
@@ -409,19 +409,19 @@ class _Repetition(AbstractContextManager[None]):
 
     def __init__(self, module: nn.Module) -> None:
         owners = [one for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
-        self._attributes = [
-            (vars(one), dict(vars(one))) for one in owners if not type(one).__module__.startswith("torch.nn.")
-        ]
+        users = [one for one in owners if not type(one).__module__.startswith("torch.nn.")]
+        self._attributes = [(vars(one), dict(vars(one))) for one in users]
         self._buffers = [(one._buffers, dict(one._buffers)) for one in owners if one._buffers]
-        self._copies = {buffer: (buffer._version, buffer.clone()) for buffer in module.buffers()}
+        writable = [one for one in module.buffers() if not one.is_inference()]
+        self._copies = {buffer: (buffer._version, buffer.clone()) for buffer in writable}
         self._found: list[list[tuple[dict[str, Any], dict[str, Any]]]] = []
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return self._first(), self
-
     @contextlib.contextmanager
-    def _first(self) -> Iterator[None]:
+    def first(self) -> Iterator[None]:
         yield
+        for place, entries in self._attributes:  # without graphs: each step's would hold that of the step before
+            anew = {name: one for name, one in entries.items() if place.get(name) is not one}
+            entries.update(pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), anew))
         # No memory for masks and tables, which stay as they are. Torch's batch norm writes and leaves versions alone.
         for buffer in [one for one, (version, _) in self._copies.items() if one._version == version]:
             if buffer.numel() > MAX_STATISTICS:

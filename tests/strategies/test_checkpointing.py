@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -123,6 +125,36 @@ def test_what_a_forward_counts_is_counted_once() -> None:
     strategy.end(program)
     assert [layer.batches for layer in module.layers] == [3, 3]
     torch.testing.assert_close(module.state_dict(), eager.state_dict())
+
+
+class Shows(Block):
+    """Keeps a figure of its last forward with its graph, and a table of what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: dict[str, Tensor] = {}
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        if len(self.table) < len(x_BD):
+            self.table = torch.arange(float(len(x_BD)))[:, None]
+        result = super().forward(x_BD) + self.table
+        self.shown = {"size": result.square().mean()}
+        return result
+
+
+def test_what_a_block_keeps_of_a_step_keeps_no_step_before() -> None:
+    module = nn.Sequential(Shows(), Shows())
+    Checkpointing(blocks=["0", "1"]).apply(Program(module=module))
+    with torch.inference_mode():  # as a validation that comes first; autograd may read its table
+        module(torch.ones(3, 8))
+    inputs = []
+    for _ in range(3):
+        inputs.append(weakref.ref(x_BD := torch.randn(3, 8)))
+        module(x_BD).sum().backward()
+        del x_BD
+    gc.collect()
+    assert [one() is None for one in inputs] == [True, True, False]
 
 
 def test_activations_are_not_kept_for_the_backward() -> None:
