@@ -95,7 +95,9 @@ class Modular(Strategy):
             regions = called_for(program.module, found) if part.how == "whole" else _blocks(program, found, name)
             kept = [path for path in regions if not any(holds(outer, path) for outer in off)]
             if not kept:
-                raise ValueError(f"{KEY}: {name!r} holds no module to compile" + (", all is off" if regions else ""))
+                because = {repr(owner): None for outer, owner in off.items() for path in regions if holds(outer, path)}
+                by = f", all is off because of {', '.join(because)}" if because else ""
+                raise ValueError(f"{KEY}: {name!r} holds no module to compile{by}")
             for path in kept:
                 if owners.setdefault(path, name) != name:
                     raise ValueError(f"{KEY}: {owners[path]!r} and {name!r} both mean {path}; give it to one of them")

@@ -109,7 +109,7 @@ def test_a_part_is_a_declared_name_a_path_or_a_path_with_wildcards(
             {"net": "whole", "tail": "off"},
             r"'tail' \(net\.tail\) lies inside 'net' \(net\), which is compiled with all",
         ),
-        ({"encoder": "whole", "net": "off"}, r"'encoder' holds no module to compile, all is off"),
+        ({"encoder": "whole", "net": "off"}, r"'encoder' holds no module to compile, all is off because of 'net'"),
         ({"tail": "regional"}, r"parts\.tail: net\.tail holds no repeated blocks.*parts\.tail\.how=whole"),
     ],
 )
