@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies import Optimizer, Regional
 from tests.trainer.guarded import Traceable
@@ -41,6 +41,22 @@ def test_a_training_with_preflight_is_to_the_last_bit_the_one_without(options: d
     assert (checked.calls, checked.seen) == (plain.calls, plain.seen)
     assert checked.facts == plain.facts
     torch.testing.assert_close(checked.optimizers().state_dict(), plain.optimizers().state_dict(), rtol=0, atol=0)  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_the_statistics_of_torchscript_are_put_back(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(nn.BatchNorm1d(8)), tmp_path / "norm.pt")
+
+    def trained(*callbacks: L.Callback) -> dict[str, Tensor]:
+        module = Blocks()
+        module.layers.append(torch.jit.load(tmp_path / "norm.pt"))
+        fit(module, tmp_path, list(callbacks))
+        return state(module)
+
+    eager = trained()
+    compile_ = Compile([Regional(backend="aot_eager", blocks=["layers"])])
+    torch.testing.assert_close(trained(compile_), eager)
+    assert compile_.record.report["parity"]["verdict"] == "passed"
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -83,6 +83,8 @@ class Snapshot:
         """What a step may use up and nobody can put back, in words: nothing should be run that would."""
         self._offload = self._too_large([*parameters, *module.buffers()], [] if of_forward else loop.optimizers)
         self._keep(module, "self")
+        scripts = [one for one in module.modules() if isinstance(one, torch.jit.ScriptModule)]  # tensors lie in C++
+        self._keep([buffer for script in scripts for buffer in script.buffers(recurse=False)], "TorchScript")
         for optimizer in loop.optimizers:
             self._keep(optimizer, "an optimizer")
         for scheduler in loop.schedulers:  # a training step may step it itself
