@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import Optimizer, Whole
+from tests.processes import Pair
 from trainer.callback import Compile
 from trainer.sweep.in_process import compare
 
@@ -84,3 +89,30 @@ def test_its_modules_are_compared_by_one_call() -> None:
     )
 
     assert [row.cell.runs[0].record.status for row in found.rows] == ["finished", "finished"]
+
+
+def told_to_stop(folder: str) -> bool:
+    class Told(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 1 and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    callbacks = [Told(), Compile(verbose=False, save=False)]
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=9,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        **options,
+    )
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Project(), loader())
+    return trainer.received_sigterm
+
+
+@pytest.mark.xdist_group("two_processes")
+def test_a_sigterm_ends_a_training_by_the_projects_own_exception(pair: Pair, tmp_path: Path) -> None:
+    assert pair(told_to_stop, str(tmp_path)) == [True, True]

@@ -115,6 +115,14 @@ def on_sigterm(trainer: L.Trainer, notice: Callable[[int, Any], None] | None, ea
     loop._broadcast_sigterm_tensor = each_step
 
 
+def received_sigterm(trainer: L.Trainer) -> SystemExit:
+    """What Lightning raises at a SIGTERM, as ``trainer.received_sigterm`` says from now on."""
+    connector: Any = trainer._signal_connector
+    connector.received_sigterm = True
+    errors: Any = sys.modules[f"{package_of(trainer).__name__}.utilities.exceptions"]
+    return cast(SystemExit, errors.SIGTERMException())
+
+
 class LightningMicroBatch:
     """One call of ``_AutomaticOptimization.run``; see ``MicroBatch``."""
 

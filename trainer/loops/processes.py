@@ -16,12 +16,11 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.loop import Around, Inspect, LogCall, Loop, MicroBatch, Restorable, Span
-from trainer.loops.private import hooks_within_step, kinds, on_sigterm, replace
+from trainer.loops.private import hooks_within_step, kinds, on_sigterm, received_sigterm, replace
 
 Value = TypeVar("Value")
 
@@ -100,7 +99,7 @@ class SigtermAgreement(Agreement):
 
     def _end_where_asked(self) -> None:
         if any(self.exchange(self._asked)):
-            raise SIGTERMException
+            raise received_sigterm(self._trainer)
 
 
 class EpochEnds:
