@@ -147,6 +147,22 @@ def test_an_arm_that_fails_is_a_row_with_its_reason(capsys: pytest.CaptureFixtur
     assert sum(one.status == "finished" for one in records(found)) == 4
 
 
+def test_a_comparison_that_ctrl_c_ends_leaves_a_record_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped(Blocks):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 8:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Lightning ignores any further Ctrl-C
+    with pytest.raises(SystemExit):
+        compare(Stopped, loader(), [Whole(backend="eager")], out=tmp_path, quiet=True, **SHORT)
+    assert [(run.record.status, run.record.steps) for run in find([tmp_path])] == [("interrupted", 8)]
+    command.main([str(tmp_path)])
+    assert "eager: interrupted after 8 steps" in capsys.readouterr().out
+
+
 def test_what_eager_raises_is_raised() -> None:
     class Wrong(Blocks):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -214,7 +214,7 @@ class _Turns:
             options.pop("callbacks", None)
             trainer = throwaway_trainer(folder, module, [*theirs, compile_, limit], **options)
             note_machine(record, LightningLoop(trainer))
-            kept = record.round is not None
+            kept, record.status = record.round is not None, "interrupted"  # unless it ends by itself
             if kept:
                 self.runs.append(Run(Path(self.out or "", f"{len(self.runs)}-{record.label}"), record))
             try:
