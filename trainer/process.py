@@ -25,6 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+from trainer.sweep.plan import quoted
+
 if TYPE_CHECKING:
     from trainer.settings import TrainerConfig
 
@@ -305,7 +307,7 @@ def start_others(count: int, run_dir: Path) -> None:
     _ports.append(port)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
     os.environ.update({**address, "NODE_RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(count + 1)})
-    command = [sys.executable, *program, *sys.argv[1:], f'hydra.run.dir="{run_dir}"']
+    command = [sys.executable, *program, *sys.argv[1:], f"hydra.run.dir={quoted(run_dir)}"]
     for rank in range(1, count + 1):
         environment = {**os.environ, "LOCAL_RANK": str(rank), PARENT: str(os.getpid())}
         others.append(subprocess.Popen(command, env=environment))

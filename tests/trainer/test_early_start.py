@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch.distributed import TCPStore
 
 from tests.conftest import ROOT
@@ -100,6 +101,16 @@ def test_each_other_process_runs_the_command_in_the_same_folder_and_knows_its_ra
     assert sorted(capfd.readouterr().out.splitlines()) == expected
     store = TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
     assert store.port == int(port), "which was kept free"
+
+
+def test_the_folder_of_the_run_may_have_any_name(
+    others: list[subprocess.Popen[bytes]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / 'the "best" run, lr=0.1\\'
+    process.start_others(1, folder)
+    assert [one.wait(200) for one in others] == [0]
+    given = capfd.readouterr().out.removeprefix("given ").rsplit(" ", 4)[0]
+    assert OverridesParser.create().parse_override(given).value() == str(folder)
 
 
 @pytest.mark.parametrize(
