@@ -30,6 +30,16 @@ def test_files_folders_globs_and_trees_are_searched_and_each_run_is_found_once(t
     assert [run.record.label for run in find([tmp_path])] == ["eager", "whole"]
 
 
+def test_folders_of_runs_may_be_links(tmp_path: Path) -> None:
+    run = written(tmp_path / "elsewhere" / "run")
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "chosen" / "linked").symlink_to(run)
+    (tmp_path / "chosen" / "back").symlink_to("..")
+    (tmp_path / "whole").symlink_to("elsewhere")
+    assert [one.directory for one in find([tmp_path / "whole"])] == [tmp_path / "whole" / "run"]
+    assert [one.directory for one in find([tmp_path / "chosen"])] == [tmp_path / "chosen" / "linked"]
+
+
 @pytest.mark.parametrize(
     ("path", "said"), [("none", "none: no such file or folder"), ("empty", "empty: no record.json in it or below")]
 )

@@ -150,7 +150,9 @@ def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | Non
         # What exists by that name is not a pattern: Hydra writes brackets and equals signs into names of folders.
         matches = [str(path)] if Path(path).exists() else sorted(glob.glob(str(path), recursive=True))
         given = [Path(match) for match in matches]
-        files = [file for one in given for file in (sorted(one.rglob(FILE_NAME)) if one.is_dir() else [one])]
+        # A run's folder may be a link; ``**`` alone follows none.
+        inside = {one: sorted([*one.glob(FILE_NAME), *one.rglob(f"*/{FILE_NAME}")]) for one in given}
+        files = [file for one in given for file in (inside[one] if one.is_dir() else [one])]
         if not files:
             raise ValueError(f"{path}: " + (f"no {FILE_NAME} in it or below" if given else "no such file or folder"))
         for file in files:
