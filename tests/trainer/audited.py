@@ -56,9 +56,10 @@ class LateHalf(Strategy):
 
     name: ClassVar[str] = "late_half"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
+    parameter: ClassVar[str] = "head.bias"
 
     def begin(self, program: Program) -> None:
-        half: Any = program.module.get_submodule("head").bias
+        half: Any = program.module.get_parameter(self.parameter)
 
         def update(optimizer: Any) -> None:
             before = half.detach().clone()

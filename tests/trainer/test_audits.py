@@ -58,6 +58,19 @@ def test_half_of_an_update_is_found_without_a_word_on_the_loss(tmp_path: Path) -
     assert record.audits.worst["loss"].difference == 0
 
 
+def test_the_update_of_a_group_of_one_small_parameter_is_looked_at(tmp_path: Path) -> None:
+    class Grouped(Blocks):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            rest = [parameter for parameter in self.parameters() if parameter is not self.stem.bias]
+            return torch.optim.SGD([{"params": rest}, {"params": [self.stem.bias], "lr": 0.1}], lr=0.05)
+
+    class OfGroup(LateHalf):
+        parameter = "stem.bias"
+
+    *_, error = audited(Grouped(), tmp_path, [OfGroup()], FaultFrom(3))
+    assert "step 4 is not eager's: update of 'stem.bias' 5.00e-01 of eager's away from it" in str(error)
+
+
 def test_somebody_elses_optimizer_strategy_is_given_up_where_it_is_not_eager(tmp_path: Path) -> None:
     expected = fit(Blocks(), tmp_path, [], **LONG)
     with pytest.warns(UserWarning, match="the run continues in eager"):

@@ -44,7 +44,7 @@ PASSES = 5
 MAX_ELEMENTS = 1 << 20
 """Of one parameter of the sample whose update is compared."""
 SAMPLE = 8
-"""Parameters in it."""
+"""Parameters of all sizes in it; beside them is the smallest of each group, of four times as many groups at most."""
 TOLERANCE, MAX_TOLERANCE = 1e-3, 0.5
 """Relative to the update: what is allowed in any precision, since compiled kernels round differently and the gate has
 compared every update more closely; and beyond which a comparison says nothing, as for weights of few bits that hardly
@@ -396,7 +396,10 @@ def _why_not(optimizer: Any) -> str | None:
 def _chosen(optimizer: Optimizer) -> list[nn.Parameter]:
     given = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
     fitting = [one for one in given if not is_lazy(one) and one.is_floating_point() and 0 < one.numel() <= MAX_ELEMENTS]
-    return sorted(fitting, key=Tensor.numel)[:: -(-len(fitting) // SAMPLE) or 1]
+    fitting.sort(key=Tensor.numel)
+    group_of = {id(one): place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    smallest = [*{group_of[id(one)]: one for one in reversed(fitting)}.values()]  # of each group, small groups last
+    return list(dict.fromkeys([*fitting[:: -(-len(fitting) // SAMPLE) or 1], *smallest[-4 * SAMPLE :]]))
 
 
 def _copied(state: Mapping[str, Any]) -> State:
