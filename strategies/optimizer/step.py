@@ -24,6 +24,8 @@ from strategies.optimizer import ATTRIBUTE, installed
 
 NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
 """Torch's optimizers whose steps are all alike."""
+COUNTS = ("step", "mu_product")
+"""What an optimizer keeps of its steps, on the host unless it is ``capturable``; the last is NAdam's."""
 
 
 class GraphedStep:
@@ -308,9 +310,8 @@ class OwnStep(GraphedStep):
     def _move_steps(self, group: dict[str, Any], *, to: str | None) -> None:
         """Move the step counts of ``group`` to a device; None = that of their parameter."""
         for parameter in group["params"]:
-            step = self._optimizer.state[parameter].get("step") if parameter in self._optimizer.state else None
-            if isinstance(step, Tensor):
-                self._optimizer.state[parameter]["step"] = step.to(to or parameter.device)
+            state = self._optimizer.state.get(parameter, {})
+            state.update({name: one.to(to or parameter.device) for name, one in state.items() if name in COUNTS})
 
 
 def _has_capturable(group: dict[str, Any]) -> bool:
@@ -325,7 +326,7 @@ def _steps_on_host(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     """State dicts hold step counts where an optimizer without graphs keeps them, so that it can load them."""
     host = {index for group in state_dict["param_groups"] if _keeps_steps_on_host(group) for index in group["params"]}
     state = {
-        index: {name: value.cpu() if name == "step" and index in host else value for name, value in entry.items()}
+        index: {name: value.cpu() if name in COUNTS and index in host else value for name, value in entry.items()}
         for index, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": state}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.symbolic_convert import SpeculationLogDivergence
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.optim import lr_scheduler
 
@@ -467,6 +468,28 @@ def test_a_group_may_be_empty(kind: Any, graphs: list[GraphModule]) -> None:
     train(module, optimizer, 4)
     assert len(graphs) in (1, 2), "the step that creates state may be another one"
     assert optimizer.param_groups[1]["capturable"] is False
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop])
+def test_what_eager_steps_have_counted_on_the_host_goes_on_in_captured_ones(kind: Any) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):  # CUDA without a device
+        weight = nn.Parameter(torch.empty(3, device="cuda"))
+        weight.grad = torch.empty(3, device="cuda")
+        optimizer = kind([weight])
+
+        def devices(state: dict[str, Any]) -> set[str]:
+            return {one.device.type for one in state.values() if one.ndim == 0}
+
+        optimizer.step()
+        captured = graphed(optimizer)
+        captured.prepare()
+        for _ in range(2):
+            with captured.capturable():
+                optimizer.step()
+        assert devices(optimizer.state[weight]) == {"cuda"}
+        assert devices(optimizer.state_dict()["state"][0]) == {"cpu"}
+        captured.release()
+        assert devices(optimizer.state[weight]) == {"cpu"}
 
 
 def test_the_forms_of_several_optimizers_are_reported_together(graphs: list[GraphModule]) -> None:
