@@ -22,6 +22,7 @@ from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer import console
 from trainer.callback import Compile
+from trainer.telemetry import meter, telemetry
 from trainer.telemetry.record import RunRecord
 
 
@@ -143,6 +144,41 @@ def test_a_fit_that_ends_early_is_recorded_so(error: BaseException, status: str,
         trainer(tmp_path, compile_).fit(Ends(), data())
     record = RunRecord.load(tmp_path / "compile_runs" / "run-1")
     assert (record.status, record.reason, record.steps) == (status, reason, 2)
+
+
+def test_a_device_that_breaks_leaves_its_own_error_and_what_was_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[str] = []
+
+    def breaks(owner: Any, name: str) -> None:
+        works = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            if broken:
+                raise RuntimeError("CUDA error: as for every later call")
+            return works(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    class Breaks(Blocks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == 13:
+                broken.append("from here on")
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return super().training_step(batch, batch_idx)
+
+    for name in ("now", "_seconds"):
+        breaks(meter.StepClock, name)
+    breaks(meter, "_stacked")
+    breaks(telemetry, "finite")  # whose metrics lie on the device
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        trainer(tmp_path, compile_ := regional(), max_steps=20, log_every_n_steps=5).fit(Breaks(), data())
+    record = compile_.record
+    assert (record.status, record.reason) == ("failed", "RuntimeError: CUDA error: device-side assert triggered")
+    assert (record.steps, record.warmup_steps, record.steady_steps) == (13, 1, 9), "of ten steps read"
+    assert record.graphs
+    assert len(record.losses) == 2
 
 
 def test_a_fit_that_never_begins_leaves_no_record(tmp_path: Path) -> None:

@@ -393,11 +393,12 @@ class CompiledTraining:
             self._own.failed(self.record, error)
         if self._guards is not None:
             self._guards.fail(error)
-        for _ in range(2):
+        fill = functools.partial(self.telemetry.fill, self.record, self.program)  # as far as a broken device was read
+        for read in (self.finish, self.finish, fill):
             # Twice: where a signal to the group has killed data workers, torch's signal handler raises for each one,
             # wherever the main thread is, and so perhaps in here.
             with contextlib.suppress(Exception):
-                self.finish(together=False)
+                read(together=False)
                 break
         with contextlib.suppress(Exception):
             self.close()

@@ -327,7 +327,6 @@ class Telemetry:
         if (loss := self.meter.last_loss) is not None:
             record.final_loss = loss if math.isfinite(loss) else None
         record.losses = self.meter.loss_points()
-        record.final_metrics = finite({name: float(value) for name, value in self._loop.metrics.items()})
         compiles = self.compiler.compilations > 0
         if program is not None:
             if (profile := self.profile()) is not None:
@@ -343,6 +342,8 @@ class Telemetry:
         facts = [record.report.get("background", {}), *record.report.get("auto", {}).get("table", {}).values()]
         if any(one.get("helper_seconds") is not None for one in facts):
             record.cache = None  # what was found there, its own helper had just compiled
+        # Last: it reads from the device, which may be what the training failed at.
+        record.final_metrics = finite({name: float(value) for name, value in self._loop.metrics.items()})
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""
