@@ -19,6 +19,7 @@ from tests.trainer import guarded
 from tests.trainer.audited import Captured
 from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.manual_modules import Adversaries
 from tests.trainer.recording import RecordingEngine
 from trainer.callback import Compile
 from trainer.guards.slowdown import APART_STEPS, ENOUGH_PAIRS, FIRST_PAIRS, SHARE, STEADY_STEPS, Sample, Slowdown
@@ -114,6 +115,20 @@ def test_pairs_lie_apart_and_take_their_share_of_the_run_and_no_more(tmp_path: P
     assert compile_.record.report["slowdown"]["short_of_time"]
 
 
+def test_a_step_that_counts_several_times_takes_no_larger_share(tmp_path: Path) -> None:
+    class Adversarial(Adversaries):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            CLOCK.sleep(SECONDS)
+            super().training_step(batch, batch_idx)
+
+    watched = Watched()
+    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
+    fit(Adversarial(), tmp_path, [watched, compile_], max_steps=2 * 100)  # global_step counts both optimizers' steps
+    pairs = sum(seconds > 3 * SECONDS for seconds in watched.seconds)
+    assert pairs == len(compile_.record.report["slowdown"]["on_later_batches"]) == 1
+    assert pairs * 4 * SECONDS <= SHARE * (watched.began[-1] - watched.began[0]) + 1e-9
+
+
 def test_a_run_that_is_too_short_for_a_pair_says_so(tmp_path: Path) -> None:
     compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
     fit(Slow(), tmp_path, [compile_], max_steps=STEADY_STEPS + 20)
@@ -130,9 +145,10 @@ def test_all_processes_time_a_pair_at_the_same_step(clock: Clock) -> None:
     sent: list[Any] = []
     found = []
     for began_seconds, broadcast in ((0.0, lambda value: sent.append(value) or value), (99.0, lambda _: sent.pop(0))):
-        loop: Any = SimpleNamespace(world_size=2, micro_batches=1, steps_done=100, broadcast=broadcast)
+        loop: Any = SimpleNamespace(world_size=2, micro_batches=1, broadcast=broadcast)
         loop.anywhere = loop.everywhere = bool
-        meter = SimpleNamespace(steady=SimpleNamespace(seconds=[0.01] * STEADY_STEPS), median_seconds=0.01)
+        steady = SimpleNamespace(seconds=[0.01] * STEADY_STEPS)
+        meter = SimpleNamespace(steady=steady, median_seconds=0.01, ended=100)
         telemetry: Any = SimpleNamespace(began=began_seconds, meter=meter)
         slowdown = Slowdown(loop, telemetry, None)
         slowdown.check()

@@ -28,7 +28,7 @@ STEADY_STEPS = 20
 SHARE = 0.05
 """Timing on later batches takes no more than this share of the time since training began."""
 APART_STEPS = 10
-"""Optimizer steps between two pairs, at least."""
+"""Steps between two pairs, at least."""
 ENOUGH_PAIRS, MAX_PAIRS = 8, 20
 """Pairs from which on a run may be called slower, and the most of them."""
 MAX_SECONDS = 2.0
@@ -111,7 +111,7 @@ class Slowdown:
     @property
     def wanted(self) -> bool:
         """Whether a pair is to be timed on the next batch; the same on all processes."""
-        return self._next < math.inf and self._loop.steps_done >= self._next
+        return self._next < math.inf and self._telemetry.meter.ended >= self._next
 
     def check(self) -> None:
         """After an optimizer step at which the telemetry has read its clock: are there enough steady steps?"""
@@ -148,7 +148,7 @@ class Slowdown:
         if known is None or not known.slower or len(self.later) >= ENOUGH_PAIRS:  # a run that seems slower soon knows
             lacking = (self._spent + cost) / SHARE - (now() - self._telemetry.began)
             gap = max(gap, math.ceil(lacking / max(self.steady_seconds(), 1e-9)))
-        self._next = self._loop.broadcast(self._loop.steps_done + gap)
+        self._next = self._loop.broadcast(self._telemetry.meter.ended + gap)
 
     def _end(self) -> None:
         self._next, self.short_of_time = math.inf, False
