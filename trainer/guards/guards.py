@@ -136,7 +136,7 @@ class Guards:
         try:
             sample = self._preflight.time_again(batch, own, eager_first=len(slowdown.later) % 2 == 0)
         except Exception as error:
-            if own is None:
+            if own is None or self._loop.world_size > 1:  # the others are waiting in the middle of that step
                 raise
             sample = None  # eager beside graphs: no reason to end a run that goes well
             self._program.notes.append(f"replays could not be timed beside eager: {one_line(error)}")
