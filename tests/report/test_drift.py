@@ -90,3 +90,17 @@ def test_the_ratio_of_a_busy_machine_or_of_a_single_round_is_not_judged(
     ]
     main([str(save(records, tmp_path / "busy")), *reference])
     assert "captioning regional: ms a step of 6 figures does not hold here" in capsys.readouterr().out
+
+
+def test_a_peer_of_a_later_version_is_the_same_arm_and_the_versions_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, version, step in (("first", "1.15.0", 0.1), ("second", "1.16.0", 0.2)):
+        peer = {"name": "peer", "arm": "accelerate_regional", "accelerate": version, "backend": "inductor"}
+        one = record("eager", strategies=[peer], label="peer accelerate_regional", step_seconds=step, graphs=8)
+        one.versions["accelerate"] = version
+        save([record("eager"), one], tmp_path / folder)
+    assert main([str(tmp_path / "second"), "--against", str(tmp_path / "first")]) == 1
+    said = capsys.readouterr().out
+    assert "captioning peer accelerate_regional: ms a step of 3 figures does not hold here" in said
+    assert "accelerate: 1.15.0 (1 run), 1.16.0 (1 run)" in said

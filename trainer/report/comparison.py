@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from trainer.report import statistics
-from trainer.report.runs import Cell, Run, group, start_of
+from trainer.report.runs import PEER, Cell, Run, group, start_of
 from trainer.report.statistics import FASTER, NOT_SHOWN, Cost, Crossing, Estimate, Ratio, Sample, rounded
 from trainer.telemetry.files import counted, printable
 from trainer.telemetry.record import RunRecord
@@ -265,9 +265,11 @@ def _work(row: Row, base: Row) -> float:
 
 def deciding(record: RunRecord) -> dict[str, str]:
     """What runs of one workload must share to be compared. What a record does not hold is left out."""
+    peer = next((one for one in record.strategies if one["name"] == PEER), {})
     values: dict[str, str | None] = {
         "device": record.device,
         **{name: record.versions.get(name) for name in DECISIVE_VERSIONS},
+        **{name: peer[name] for name in peer.keys() & record.versions},
         "precision": record.precision,
         "matrix products": record.matrix_precision,
         "world size": str(record.world_size),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.report import pictures
-from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_runs
+from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_runs, unlike_conditions
 from trainer.report.runs import Run, find
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.files import finite, written_whole
@@ -337,7 +337,8 @@ def check(
     else:
         conclusion = f"all {compared} figures that can be compared hold here"
         conclusion += f" or are better: {', '.join(better)}" if better else ""
-    remarks = list(here.compared.flags)
+    runs = [*row.compared.cell.finished, *here.compared.cell.finished]
+    remarks = [*unlike_conditions(runs), *here.compared.flags]
     if RATIO in row.figures and (row.spread or 0) > MAX_SPREAD:
         remarks.append(f"the {called} rounds spread by {row.spread:.0%}: that the ratio holds says little")
     width = len(called) + 1

@@ -267,7 +267,9 @@ def _parameters(record: RunRecord) -> dict[str, str]:
     """Those of a known strategy that an older record lacks are its defaults."""
     parameters = _defaults(record)
     for strategy in record.strategies:
-        values = {name: value for name, value in strategy.items() if name not in PLACE_PARAMETERS and name != "name"}
+        # A peer's library is among the versions: of another one it is the same arm.
+        left_out = {"name", *PLACE_PARAMETERS, *(record.versions if strategy["name"] == PEER else ())}
+        values = {name: value for name, value in strategy.items() if name not in left_out}
         parameters.update(_flat(values, f"{strategy['name']}."))
     return {name: value for name, value in parameters.items() if FORMER_DEFAULTS.get(name) != value}
 
