@@ -155,8 +155,8 @@ def is_prepared() -> bool:
 def stop_compiling() -> None:
     """End what Inductor compiles beside the main thread: its worker processes and compilers are killed, what is queued
     is dropped. Python would otherwise wait for all of it when it exits. A later compile starts workers anew."""
-    inductor = sys.modules.get("torch._inductor.async_compile")
-    if inductor is None:
+    inductor: Any = sys.modules.get("torch._inductor.async_compile")
+    if not hasattr(inductor, "AsyncCompile"):  # or another thread is in the middle of importing it
         return
     if inductor.AsyncCompile.pool.cache_info().currsize:  # threads, each of which waits for a compiler
         inductor.AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)

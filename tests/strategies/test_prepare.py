@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +163,14 @@ def test_what_compiles_beside_a_run_that_stops_is_not_waited_for(tmp_path: Path)
     assert all(_ended(pid) for pid in below)
     assert all(job.done() for job in jobs[-40:]), "what was queued is dropped"
     assert AsyncCompile.process_pool() is not workers, "a later compile starts its own"
+    stop_compiling()
+
+
+def test_a_run_stops_while_another_thread_is_in_the_middle_of_importing_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "torch._inductor.async_compile"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     stop_compiling()
 
 
