@@ -23,7 +23,7 @@ from trainer.settings import Config, TrainerConfig
 # The size of the house, tests left out. Whoever raises one of these says in the commit what it buys.
 # The aim is 150 files, 26,000 lines and 55 imports.
 MAX_FILES = 137
-MAX_LINES = 30_874
+MAX_LINES = 30_887
 MAX_LINES_OF_A_FILE = 450
 MAX_MODULES_OF_TRAINER = 15
 """At the top of ``trainer/``, without ``__init__.py``."""

@@ -34,6 +34,7 @@ from trainer.background.takeover import SHAPES
 from trainer.background.trial import Trial
 from trainer.background.wire import Call, call_of, dumps, set_torch_state, torch_state
 from trainer.callback import Compile
+from trainer.guards import audits
 
 REGIONS = ["layers.0", "layers.1", "layers.2"]
 ANSWERS = f"""
@@ -106,6 +107,36 @@ def test_regions_take_over_one_a_step_and_the_losses_are_eagers(
     assert callback.record.ended_in_eager is False
     assert callback.record.audits is not None
     assert callback.record.audits.verdict == "clean"
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_an_audit_after_eager_runs_it_as_it_trained_where_that_fits(
+    fits: bool, tmp_path: Path, helper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper(ANSWERS)
+    asked: list[bool] = []
+
+    def seen(*arguments: Any, gradients: bool, own: Any = audits.eager_forward) -> Any:
+        asked.append(gradients)
+        if gradients and not fits:
+            raise torch.OutOfMemoryError
+        return own(*arguments, gradients=gradients)
+
+    monkeypatch.setattr(audits, "eager_forward", seen)
+    callback, _ = train(tmp_path, regional(), Background(force=True, at_step=2), steps=8)
+    assert asked == [True] * len(asked) if fits else asked == [True] + [False] * (len(asked) - 1)
+    assert callback.record.audits is not None
+    assert callback.record.audits.verdict == "clean"
+    assert callback.record.audits.not_compared == {}
+
+
+def test_the_smallest_region_takes_over_first(tmp_path: Path, helper: Any) -> None:
+    helper(ANSWERS)
+    blocks = Blocks()
+    blocks.layers[0].more = nn.Sequential(nn.Identity(), nn.Identity())
+    callback = Compile([regional(), Background(force=True, at_step=5)], verbose=False, save=False, warmup_steps=1)
+    fit(blocks, tmp_path, [callback], max_steps=12, max_epochs=-1)
+    assert facts(callback)["switched_at_step"] == {"layers.1": 5, "layers.2": 6, "layers.0": 7}
 
 
 def test_no_garbage_is_collected_in_a_step_that_tries_a_region(

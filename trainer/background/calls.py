@@ -34,7 +34,8 @@ class Background:
     def __init__(self, options: Options, program: Program) -> None:
         self._options, self._program = options, program
         padding = program.padding
-        self._outer = outermost(program)
+        self.outer = sorted(outermost(program), key=lambda region: sum(1 for _ in region.module.modules()))
+        """Smallest first: what a process does once, in its first trace, comes with a short one."""
         self.by_shape = padding is not None and padding.dynamic is False
         """Whether each shape of batch has graphs of its own, so that regions take over shape by shape."""
         self.warm = program.report.get("cached", {}).get("state") == "warm"
@@ -82,7 +83,7 @@ class Background:
     def record(self) -> None:
         """Keep what the regions are called with next, in a step that no graph stands for; ``start`` may come later."""
         self._recorded = True
-        for region in self._outer:
+        for region in self.outer:
             if self.by_shape:
                 self.gates[region.path] = gate = Gate(region.module, functools.partial(self._keep, region))
                 switch_off(self._program, region, gate)
@@ -92,7 +93,7 @@ class Background:
 
     def stop_recording(self) -> None:
         """One step has been taken: what was not called in it is left out."""
-        for region in self._outer:
+        for region in self.outer:
             if region.path in self._missing:
                 switch_off(self._program, region, self._missing.pop(region.path))
                 if not self.done:
@@ -147,7 +148,7 @@ class Background:
         """What lies in torch's cache by now: regions by their paths, and shapes by their numbers. Between two steps;
         never waits."""
         if self.warm:
-            return {(one.path, 0) for one in self._outer} | self.calls.keys()
+            return {(one.path, 0) for one in self.outer} | self.calls.keys()
         if not self.done:
             self._read()
             unsent = [call for key, call in self.calls.items() if key not in self._sent]
@@ -163,7 +164,7 @@ class Background:
     def _send(self, calls: list[Call]) -> None:
         self.stop_recording()
         self._sent |= {(call.path, call.number) for call in calls}
-        order = [one.path for one in self._outer]
+        order = [one.path for one in self.outer]
         calls.sort(key=lambda call: (call.number, order.index(call.path) if call.path in order else len(order)))
         try:
             main = main_script() if any(b"__main__" in call.pickled for call in calls) else None

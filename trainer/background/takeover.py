@@ -21,7 +21,7 @@ from strategies.loop import Loop
 from strategies.modules import Background as Options
 from strategies.optimizer import Optimizer
 from strategies.prepare import collected_later
-from strategies.regions import give_up, guard_calls, outermost, switch_off, switch_on
+from strategies.regions import give_up, guard_calls, switch_off, switch_on
 from trainer.background.calls import Background, Key
 from trainer.background.trial import Trial
 from trainer.background.update import UpdateTakeover
@@ -59,7 +59,7 @@ class Takeover:
         self._options, self._loop, self._program = options, loop, program
         self._telemetry, self._settings, self._parity = telemetry, settings, parity
         self.helper = Background(options, program)
-        self._outer = outermost(program)
+        self._outer = self.helper.outer
         self._pending = list(self._outer)
         self._trial: Trial | None = None
         self._uncollected = contextlib.ExitStack()

@@ -9,6 +9,7 @@ and shows again when the step is repeated.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ class Audits:
         *,
         capture: StepCapture | None,
         unaudited: Around,
+        trained: bool,
         differs: Callable[[ParityError], None],
     ) -> None:
         self._loop, self._program, self._telemetry, self._pages = loop, program, telemetry, pages
@@ -87,8 +89,10 @@ class Audits:
         self._unit = rounding_unit(program.precision, loop.device, loop.module)
         self._noise: list[Distances] = []
         """How far eager was from itself, a rounding off, when that was last looked into."""
-        self._gradients = False
-        """Whether eager's forward is run with what gradients need, as it is once a difference was looked into."""
+        self._gradients = trained and capture is None and loop.world_size == 1
+        """Whether eager's forward is run with what gradients need: once a difference was looked into, and where eager
+        ``trained``, whose kernels are there. Those of a forward without may take a second to be chosen."""
+        self._can_do_without = self._gradients
         self._undo = contextlib.ExitStack()
         self._checkpoints: dict[str, int] = {}
         """Those that the training writes, and the one that it was resumed from, with their steps."""
@@ -198,8 +202,14 @@ class Audits:
             self.facts.not_compared.setdefault("update", "no step of the optimizer was seen under the gradient scaler")
 
     def _eager_forward(self, arguments: Mapping[str, Any]) -> EagerSeen:
-        sample = self._update.parameters
-        return eager_forward(self._loop, self._program, arguments, sample, gradients=self._gradients)
+        seen = functools.partial(eager_forward, self._loop, self._program, arguments, self._update.parameters)
+        try:
+            return seen(gradients=self._gradients)
+        except torch.OutOfMemoryError:
+            if not self._can_do_without:
+                raise
+        self._gradients = self._can_do_without = False
+        return seen(gradients=False)
 
     # ---- the update ------------------------------------------------------------------------------------------------
 
@@ -256,7 +266,7 @@ class Audits:
         """The differences within tolerances of this very batch; those that do not show again are left out."""
         loop, unit = self._loop, self._unit
         # A queue of features that are kept only if they want gradients; several processes would wait for a backward.
-        self._gradients = loop.world_size == 1
+        self._gradients, self._can_do_without = loop.world_size == 1, False
         try:
             after: Snapshot | None = Snapshot(loop, micro_batch.batch, self._program)
         except torch.OutOfMemoryError:

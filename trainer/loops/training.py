@@ -281,6 +281,7 @@ class CompiledTraining:
                 self._pages,
                 capture=self._capture,
                 unaudited=self._guards.around_micro_batch,
+                trained=self._takeover is not None or self._chooser is not None,
                 differs=self._differs,
             )
             self._taken.callback(self._audits.release)
