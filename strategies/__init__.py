@@ -1,6 +1,6 @@
 """Compile strategies: each one is a dataclass; ``STRATEGIES`` names those that ship."""
 
-from strategies.base import Program, Ragged, Region, Stage, Strategy
+from strategies.base import Program, Ragged, Stage, Strategy
 from strategies.buckets import Buckets
 from strategies.cached import Cached
 from strategies.cuda_graph import CudaGraph
@@ -26,7 +26,6 @@ __all__ = [
     "Part",
     "Program",
     "Ragged",
-    "Region",
     "Regional",
     "Stage",
     "Strategy",

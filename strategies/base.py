@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from strategies.cuda_graph.capture import StepGraphs
     from strategies.loop import Loop
     from strategies.padding import Padding
+    from strategies.region import Checking, Kind, Region
+    from strategies.regions import Recomputed
 
 
 def holds(outer: str, path: str) -> bool:
@@ -47,7 +49,6 @@ class Stage(enum.IntEnum):
     MODULE = 3
     OPTIMIZER = 4
     STEP = 5
-    BACKGROUND = 6
 
 
 class Ragged(NamedTuple):
@@ -64,24 +65,10 @@ class Ragged(NamedTuple):
     but the last and predicts all but the first."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Region:
-    """One submodule that was handed to the compiler."""
+def _checking() -> Checking:
+    from strategies.region import Checking  # which imports torch
 
-    path: str
-    """Path that the submodule had when it was handed over, as in ``module.get_submodule(path)``."""
-    module: nn.Module
-    """The submodule. A training may put another into its place, or drop it."""
-    kind: str
-    """Class name of the submodule; regions of one kind share their compiled code."""
-    called: bool = False
-    """Whether the region has been called since it was handed to the compiler."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """``torch.compile``'s keyword arguments for it."""
-    resting: Callable[..., Any] | None = None
-    """What is to run it once the loop begins, see ``regions.rest``."""
-    compiled: Callable[..., Any] | None = None
-    """Its compiled call once it has been handed to the compiler, see ``regions.switch_on``."""
+    return Checking()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,23 +101,23 @@ class Program:
     """What trains the module; known from ``begin`` on."""
     padding: Padding | None = None
     """Filled by a strategy of the SHAPES stage: how batches are grouped and padded, and regions compiled for them."""
-    outlined: bool = False
-    """Whether regions are named but not handed to the compiler: what a strategy would compile, without its cost;
-    ``regions.switch_on`` hands them over one by one."""
     step: StepGraphs | None = None
     """Filled by a strategy of the STEP stage: runs whole training steps."""
     regions: list[Region] = field(default_factory=list)
-    """Filled by strategies: what was handed to the compiler."""
+    """Filled by strategies: what was handed to the compiler; none lies in another."""
+    kinds: dict[Any, Kind] = field(default_factory=dict)
+    """Regions of one class that are compiled alike."""
+    checking: Checking = field(default_factory=_checking)
+    """How regions are compared with eager."""
+    recomputed: list[Recomputed] = field(default_factory=list)
+    """Blocks that compute their activations again."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Filled by strategies: what ``compiler_settings`` sets while the run lasts."""
-    eager_parts: dict[str, str] = field(default_factory=dict)
-    """What was to be compiled and runs eager now (path of a region, or ``optimizer``), with the reason."""
+    given_up: dict[str, str] = field(default_factory=dict)
+    """What beside regions was to be compiled or captured and runs eager now (``optimizer``, ``step``, a part that
+    joined the module), with the reason."""
     notes: list[str] = field(default_factory=list)
     """Filled by strategies: lines the user should read (an option without effect, an undeclared loss)."""
-    findings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What runs found out about the compiled program before their first step, by the shapes of their first batch, in
-    types that JSON knows and finite numbers. A strategy of the CACHE stage fills in those of the runs whose artifacts
-    it loaded; the run adds its own, for that strategy to keep."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What strategies keep between their calls, by their name: a strategy's own fields are configuration."""
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -140,6 +127,21 @@ class Program:
     def dynamic(self) -> bool | None:
         """What ``dynamic=null`` of a module strategy stands for."""
         return None if self.padding is None else self.padding.dynamic
+
+    def activate(self, active: bool) -> None:
+        """A step or an evaluation begins, or is over: outside of it modules are what their authors wrote."""
+        if active:
+            self.checking.step_begins()
+        for block in self.recomputed:
+            block.activate(active)
+        for region in self.regions:
+            region.activate(active)
+
+    @property
+    def eager_parts(self) -> dict[str, str]:
+        """What was to be compiled and runs eager now (path of a region, or as in ``given_up``), with the reason."""
+        failed = {one.path: one.reason for one in self.regions if one.state == "failed"}
+        return {**failed, **self.given_up}
 
     @property
     def compiled_beside_regions(self) -> list[Strategy]:
@@ -154,10 +156,10 @@ class Program:
     @property
     def ended_in_eager(self) -> bool | None:
         """Whether nothing is left that is compiled or captured; None where nothing was to be."""
-        others = bool(self.compiled_beside_regions)
-        if not self.eager_parts:
+        others, parts = bool(self.compiled_beside_regions), self.eager_parts
+        if not parts:
             return None if not self.regions and not others else False
-        regions = any(region.path not in self.eager_parts for region in self.regions)
+        regions = any(region.path not in parts for region in self.regions)
         captured = self.step is not None and not self.step.given_up and self.step.captures > 0
         return not (regions or captured or others)
 
@@ -187,18 +189,12 @@ class Strategy:
     stands for such a choice. The class is called as ``trainer.auto.chooser.Chooser`` is."""
     headlines: ClassVar[tuple[str, ...]] = ()
     """Facts of its report that a person looks for first, by dotted name; all are shown where it has none of these."""
-    takeover: ClassVar[str | None] = None
-    """``module:Class`` of what trains in eager first and lets the other strategies take over later, if it does. The
-    class is called as ``trainer.background.takeover.Takeover`` is."""
+    removed: ClassVar[bool] = False
+    """Whether it is the name of a strategy that is no more: taken, with a warning, and left out."""
 
     def facts(self) -> dict[str, Any]:
         """Name and parameters, for records and fingerprints."""
         return {"name": self.name, **asdict(self)}
-
-    @property
-    def helper(self) -> Strategy | None:
-        """``Background``, where a helper process compiles for it beside the training on this machine; else None."""
-        return None
 
     def check(self) -> None:
         """Look at this machine and this torch before any work starts. Raises ValueError with the way out."""
@@ -226,29 +222,7 @@ class Strategy:
 
     def is_compiled(self, program: Program) -> bool:
         """Whether something of it runs compiled beside the program's regions and captured steps."""
-        return self.stage is Stage.OPTIMIZER and self.name not in program.eager_parts
-
-    def is_exact(self, program: Program) -> bool:
-        """Whether that computes torch's own formulas in the precision of the weights and draws no random numbers, so
-        that parity allows it no more than rounding."""
-        return not self.is_compiled(program)
-
-    def gradient_scale(self, optimizer: Any, device: torch.device) -> torch.Tensor | float:
-        """What the last step of ``optimizer`` multiplied gradients on ``device`` by, because it clips them itself."""
-        return 1.0
-
-    def take(self, program: Program) -> Callable[[], None]:
-        """Remember what it keeps on the host beside the state of module and optimizers; returns what puts it back, once
-        these are as they were, any number of times."""
-        return lambda: None
-
-    def aside(self, program: Program) -> contextlib.AbstractContextManager[Any]:
-        """Inside, the program runs as if this strategy were not there, and afterwards as before: to compare with eager.
-
-        Compiled code is set aside for all strategies alike, by torch's stance, and so is whatever took the place of an
-        optimizer's ``step``; what else a strategy put in the place of torch's own, it takes out of the way here.
-        """
-        return contextlib.nullcontext()
+        return self.stage is Stage.OPTIMIZER and self.name not in program.given_up
 
     def end(self, program: Program) -> None:
         """Training is over, finished or broken, or all runs eager from now on: keep what is worth keeping and undo what
@@ -259,11 +233,13 @@ class Strategy:
 
 
 def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """Strategies by stage, then name. Raises ValueError for two of one exclusive stage, or for another object."""
+    """Strategies by stage, then name, without those that were removed. Raises ValueError for two of one exclusive
+    stage, or for another object."""
     given = list(strategies) if isinstance(strategies, Iterable) else [None]
     if not all(isinstance(one, Strategy) for one in given):
         raise ValueError(f"compile={strategies!r} is not a list of strategies, such as [Regional()]")
-    result = sorted(given, key=lambda strategy: (strategy.stage, strategy.name))
+    kept = [strategy for strategy in given if not strategy.removed]
+    result = sorted(kept, key=lambda strategy: (strategy.stage, strategy.name))
     for first, second in itertools.pairwise(result):
         if first.stage == second.stage and (first.exclusive or second.exclusive):
             raise ValueError(
@@ -295,31 +271,24 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
 
     from strategies.torch_patches import embeddings_as_in_eager, faults_avoided, one_compile_for_all_ranks
 
-    donates = autograd_config.patch(donated_buffer=autograd_config.donated_buffer)  # ``keep_buffers`` changes it
+    # A graph may be kept (retain_graph=True) at any step, so that no backward writes over what its forward has saved. A
+    # backward is compiled with its forward: one that does not compile is found before anything of the step has run.
+    graphs = autograd_config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True)
     of_dynamo = {name: value for name, value in settings.items() if name != "embedding_gradient"}
     embeddings = contextlib.nullcontext() if "embedding_gradient" in settings else embeddings_as_in_eager()
-    with config.patch(of_dynamo), donates, faults_avoided(), one_compile_for_all_ranks(), embeddings:
+    with config.patch(of_dynamo), graphs, faults_avoided(), one_compile_for_all_ranks(), embeddings:
         yield
 
 
 @contextlib.contextmanager
 def eager(program: Program) -> Iterator[None]:
     """Inside, everything runs as it was written, optimizers with torch's own step; nothing is compiled, or lost."""
-    import torch
-
+    from strategies.region import plain
     from strategies.torch_patches import as_capturing
 
-    with torch.compiler.set_stance("force_eager"), as_capturing(False), aside(program):
-        yield
-
-
-@contextlib.contextmanager
-def aside(program: Program) -> Iterator[None]:
-    """Inside, optimizers take their own steps, and nothing else that strategies put in the place of torch's own is in
-    force; regions may still be compiled."""
     with contextlib.ExitStack() as stack:
-        for strategy in program.strategies:
-            stack.enter_context(strategy.aside(program))
+        stack.enter_context(plain(program.regions))
+        stack.enter_context(as_capturing(False))
         for optimizer, own in program.own_steps:
             stack.callback(_bind, optimizer, "step", vars(optimizer).get("step"))
             _bind(optimizer, "step", own["step"])
@@ -354,7 +323,7 @@ def give_up_others(program: Program, reason: str) -> list[str]:
     given_up = program.compiled_beside_regions
     for strategy in given_up:
         strategy.end(program)
-        program.eager_parts[strategy.name] = reason
+        program.given_up[strategy.name] = reason
     _restore_steps(program)
     return [strategy.name for strategy in given_up]
 

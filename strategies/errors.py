@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import sysconfig
 import traceback
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,10 @@ def is_recompile_limit(error: BaseException) -> bool:
     """Whether torch refused to compile one piece of code once more; nothing of the call has run."""
     from torch._dynamo import exc as dynamo_errors
 
-    return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
+    unsupported = isinstance(error, dynamo_errors.Unsupported)  # where no graph may break
+    return isinstance(error, dynamo_errors.FailOnRecompileLimitHit) or (
+        unsupported and "recompile limit exceeded" in str(error)
+    )
 
 
 def is_double_backward(error: BaseException) -> bool:
@@ -114,14 +119,29 @@ def one_line(error: BaseException) -> str:
     return hidden(text)
 
 
-def first_line(error: BaseException) -> str:
-    """What went wrong at first, in one line, and where in code that is neither torch's nor ours."""
-    # The end of a capture that failed raises an error of its own; the cause came before.
+def root_of(error: BaseException) -> BaseException:
+    """What went wrong at first: the end of a capture that failed raises an error of its own; the cause came before."""
     while error.__context__ is not None:
         error = error.__context__
+    return error
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong at first, in one line, and where in code that is neither torch's nor ours."""
+    error = root_of(error)
     line = f"{type(error).__name__}: {error}".splitlines()[0]
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if origin_of(frame.filename) == "other"]
     return f"{line} ({Path(places[-1].filename).name}:{places[-1].lineno})" if places else line
+
+
+def users_line() -> str:
+    """File and line of the nearest code that is neither torch's nor the standard library's, nor ours; else nothing."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if origin_of(frame.f_code.co_filename) == "other":
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 @functools.cache

@@ -16,25 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.tensorboard import SummaryWriter
 
-Inspect = Callable[["Tensor"], None]
-"""Called with the loss between backward and optimizer step, gradients in place, not yet clipped; under manual
-optimization after every backward."""
-
 Value = TypeVar("Value")
-
-
-class SkippedStep(RuntimeError):
-    """The training step asked for no backward: there is nothing to run apart on this batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """How long a step is; longer than one batch only under manual optimization."""
-
-    batches: int = 1
-    """Training steps until every optimizer has stepped that does so at all within a few of them."""
-    steps: int = 1
-    """Training steps among them in which ``steps_done`` grew: the steps that training is timed by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +25,6 @@ class LogCall:
 
     name: str
     options: dict[str, Any]
-
-
-class Restorable(Protocol):
-    """A copy of what a forward may change."""
-
-    @property
-    def lost(self) -> str | None:
-        """What a step would use up and nobody could put back, on any process, or None. Every process asks."""
-
-    def restore(self) -> None:
-        """Put everything back; can be done any number of times."""
 
 
 class MicroBatch(Protocol):
@@ -74,9 +45,6 @@ class MicroBatch(Protocol):
     def forward_backward(self, batch: Any) -> dict[str, Any]:
         """All but clipping and optimizer."""
 
-    def forward(self, batch: Any, index: Any) -> Any:
-        """The training step alone; returns what it returned."""
-
     def optimize(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Clipping and optimizer, with the gradients that are there; returns ``outputs``, or those of the last of
         further evaluations that the optimizer asks for."""
@@ -89,10 +57,25 @@ class MicroBatch(Protocol):
 
 
 RunMicroBatch = Callable[[MicroBatch], dict[str, Any]]
-"""Stands in for the loop's own way to run a micro-batch, which is ``MicroBatch.run``."""
+"""Stands in for the loop's own way to run a micro-batch, which is ``MicroBatch.run`` on its batch."""
 
-Around = Callable[[MicroBatch], AbstractContextManager[dict[str, Any]] | None]
-"""Makes what a micro-batch is run in, or None; it may be given the outputs, in its dictionary."""
+
+class StepHook:
+    """One of the things that stand around a step, see ``trainer.session``; what it leaves out does nothing."""
+
+    def before(self, batch: Any) -> None:
+        """A micro-batch is on the device and about to run."""
+
+    def run(self, micro: MicroBatch, go: RunMicroBatch) -> dict[str, Any]:
+        """Run it by ``go``, in which the hooks further inside have their turn; returns its outputs. Not called where
+        the training step itself steps the optimizers (manual optimization)."""
+        return go(micro)
+
+    def after(self, *, stepped: bool) -> None:
+        """It is through, and with it an optimizer step where it ``stepped``."""
+
+    def close(self) -> None:
+        """The training is over, finished or broken."""
 
 
 def gathered(value: Value) -> list[Value]:
@@ -178,9 +161,6 @@ class Loop(Protocol):
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         """Hand figures to the loggers that are not TensorBoard's."""
 
-    def counters(self) -> list[object]:
-        """Objects in whose attributes the loop counts what a step did."""
-
     # ---- processes
 
     def anywhere(self, flag: bool) -> bool:
@@ -197,41 +177,6 @@ class Loop(Protocol):
 
     def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
         """``tensor`` over all processes, ``sum``, ``mean`` or ``max``; every process calls it."""
-
-    # ---- single steps on a batch at hand, apart from the training
-
-    def why_not_apart(self) -> str | None:
-        """Why no step can be run apart from the training; None when one can."""
-
-    @property
-    def span(self) -> Span:
-        """How long a step is; under manual optimization known after the first ``step``."""
-
-    def quiet(self) -> AbstractContextManager[None]:
-        """Inside, nothing is logged, profiled or seen by callbacks."""
-
-    def snapshot(self, batch: Any) -> Restorable:
-        """Copy what the forward of a training step on ``batch`` may change."""
-
-    def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
-        """Forward and backward; returns the loss, detached, divided by ``micro_batches``.
-
-        ``together=False`` leaves the gradients of the processes apart, so that one of them may fail alone. Under manual
-        optimization it is a whole step, whose parts cannot be separated. Raises SkippedStep.
-        """
-
-    def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
-        """A whole optimizer step on one batch, clipping and scaling included; returns the loss, detached.
-
-        Under manual optimization it takes as many training steps as ``span`` says, and returns the numbers that they
-        returned, ``(numbers,)``. Raises SkippedStep.
-        """
-
-    def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        """The training step alone, on arguments as ``around_training_step`` gives them; its loss as in ``train``."""
-
-    def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
-        """What ``validation_step``, or the forward of ``training_step``, returns on ``batch`` in evaluation mode."""
 
     # ---- standing around the loop's own steps
 
@@ -252,27 +197,13 @@ class Loop(Protocol):
         """What a step takes by value from the loop (clipping, accumulation), so that a graph holds for it alone."""
 
     def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
-        """Let ``run`` run every micro-batch from now on; returns what undoes it. Whoever takes over later stands
-        outside, and has to undo it first."""
-
-    def around_micro_batches(self, around: Around) -> Callable[[], None]:
-        """Run every micro-batch from now on in what ``around`` makes; returns what undoes it. Unlike ``take_over`` it
-        leaves the loop its own order of forward, backward and optimizer, which may lie far apart."""
+        """Let ``run`` run every micro-batch from now on; returns what undoes it. The session calls it, once."""
 
     def recording_logs(self) -> AbstractContextManager[list[tuple[LogCall, Any]]]:
         """Inside, what the training step logs is not logged but kept in the list."""
 
     def write_logs(self, calls: Iterable[tuple[LogCall, Any]]) -> None:
         """Log, in the name of the training step."""
-
-    def around_training_step(
-        self, before: Callable[[Mapping[str, Any]], None], after: Callable[[Tensor | None], None]
-    ) -> AbstractContextManager[None]:
-        """Inside, each training step of the loop calls ``before`` with its arguments and ``after`` with its loss."""
-
-    def clip_with(self, clip: Callable[[torch.optim.Optimizer, float], bool]) -> Callable[[], None]:
-        """Ask ``clip`` first, with optimizer and largest norm, wherever the loop itself would clip by norm: True where
-        it has seen to it. Returns what undoes it."""
 
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         """Call ``before`` and ``after`` each fetch of a batch, from the next epoch on; returns what undoes it."""

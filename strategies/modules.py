@@ -1,11 +1,10 @@
 """``compile=whole`` and ``regional``: modules compiled in one graph each, or block by repeated block; ``auto``, which
-chooses among them while the run trains, and ``background``, which compiles them in a second process meanwhile; and
-beside them ``dynamic``, symbolic shapes for ragged lengths, and ``checkpointing``, blocks that compute their
-activations again."""
+chooses among them while the run trains; and beside them ``dynamic``, symbolic shapes for ragged lengths, and
+``checkpointing``, blocks that compute their activations again."""
 
 from __future__ import annotations
 
-import os
+import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,13 +14,6 @@ from strategies.options import ModuleOptions
 HOW = ("mark", "always", "automatic")
 CANDIDATES = ("regional", "whole", "cuda_graph")
 """Strategies that a choice may be made among; eager always is one, and cuda_graph joins any other."""
-MIN_CORES = 4
-"""Below this many, the helper process takes from the training what it gives it later."""
-TOGETHER = (
-    *("background", "regional", "whole", "modular", "cuda_graph", "cached"),
-    *("buckets", "dynamic", "checkpointing", "optimizer"),
-)
-"""Strategies whose regions the helper can compile, or which do not change them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,8 +62,9 @@ class Regional(ModuleOptions):
     parts: list[str] | None = None
     """Paths of other submodules to compile, each a region of its own; null = what the task declares."""
 
-    def apply(self, program: Program) -> None:
-        from strategies.regions import compile_regions, containers_for, expand_blocks, require_submodules
+    def paths(self, program: Program) -> tuple[list[str], list[str]]:
+        """Of blocks and of parts. Raises ValueError where there is neither."""
+        from strategies.regions import containers_for, expand_blocks, require_submodules
 
         parts = list(self.parts) if self.parts is not None else list(program.parts)
         require_submodules(program.module, "compile.regional.parts", parts)
@@ -81,6 +74,12 @@ class Regional(ModuleOptions):
                 "compile.regional: no repeated blocks found in this module; name them with "
                 "compile.regional.blocks=[path,...] or use compile=whole"
             )
+        return blocks, parts
+
+    def apply(self, program: Program) -> None:
+        from strategies.regions import compile_regions
+
+        blocks, parts = self.paths(program)
         if not blocks:
             program.notes.append(f"regional: no repeated blocks here; compiled {', '.join(parts)} alone")
         if not parts:
@@ -153,7 +152,7 @@ class Checkpointing(Strategy):
             raise ValueError(f"compile.checkpointing.every={self.every} must be at least 1")
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import containers_for, expand_blocks, recompute
+        from strategies.regions import Recomputed, containers_for, expand_blocks
 
         containers = containers_for(program, self.name, self.blocks)
         found = [expand_blocks(program.module, [container]) for container in containers]
@@ -163,36 +162,21 @@ class Checkpointing(Strategy):
                 "compile.checkpointing: no repeated blocks found in this module; name submodules with "
                 "compile.checkpointing.blocks=[path,...]"
             )
-        program.kept[self.name] = {path: program.module.get_submodule(path) for path in chosen}
-        for path, block in program.kept[self.name].items():
-            recompute(path, block)
+        blocks = {program.module.get_submodule(path): path for path in chosen}  # once, where there are several paths
+        program.recomputed = [Recomputed(path, block) for block, path in blocks.items()]
         program.report[self.name] = {"blocks": sum(map(len, found)), "computed_again": len(chosen), "paths": chosen}
-
-    def begin(self, program: Program) -> None:
-        """Another training of a program whose blocks were given back."""
-        from strategies.regions import recompute
-
-        for path, block in program.kept[self.name].items():
-            recompute(path, block)
-
-    def end(self, program: Program) -> None:
-        from strategies.regions import recomputes
-
-        for block in program.kept.get(self.name, {}).values():
-            if recomputes(block):
-                del block.forward
 
 
 @dataclass(kw_only=True, slots=True)
 class Auto(Strategy):
     """Choose how modules are compiled, and whether steps are captured, while the run trains.
 
-    Eager first, timed on the training's own steps. A candidate is tried only where the steps to come could pay for it.
-    A helper process compiles it meanwhile, as for ``background``, where the machine has the cores. It takes over
-    between two steps, is compared with eager as any strategy is, is timed on real steps, and stays if it is faster;
-    else what was best before trains on. The decision, with its table, is in the record, and is remembered: a second
-    run of the same program begins with what was best. ``trainer.auto`` does the work; other strategies
-    (``buckets``, ``cached``, ``optimizer``) go with it as they are.
+    Eager first, timed on the training's own steps. Then what may save the most for each second of setting up: steps
+    captured, ``regional``, ``whole``, one change at a time. A candidate is tried only where the steps to come can pay
+    for it. It takes over between two steps, its regions are checked as those of any strategy are, its real steps are
+    timed, and it stays if it is faster; else what was best before trains on. The decision, with its table, is in the
+    record, and is remembered: a second run of the same program begins with what was best. ``trainer.auto`` does the
+    work; other strategies (``buckets``, ``cached``, ``optimizer``) go with it as they are.
     """
 
     name: ClassVar[str] = "auto"
@@ -207,24 +191,14 @@ class Auto(Strategy):
     planned_steps: int | None = None
     """Optimizer steps that the choice is made for; null = those that this run has before it. Set it where this run
     is the first of several that go on from each other."""
-    background: bool | None = None
-    """Whether a helper process compiles what is tried while the training continues, as ``background`` does; null = on
-    machines of four cores or more, false = the training stands still for each compile."""
     remember: bool = True
     """Whether what an earlier run of the same program, batch, machine and torch measured is used, and this one kept: in
     ``crucible/auto`` of the user's cache directory."""
 
     @property
     def compiles(self) -> bool:
-        """Not by itself: what it tries is compared with eager when it takes over."""
+        """Not by itself: what it tries does."""
         return False
-
-    @property
-    def helper(self) -> Background | None:
-        """None on a machine of few cores, too."""
-        options = Background(force=bool(self.background))
-        modules = [name for name in self.candidates if name != "cuda_graph"]
-        return options.helper if modules and self.background is not False else None
 
     def __post_init__(self) -> None:
         for name in self.candidates:
@@ -236,75 +210,16 @@ class Auto(Strategy):
 
 @dataclass(kw_only=True, slots=True)
 class Background(Strategy):
-    """Begin in eager, compile in a helper process, and switch region by region between steps.
-
-    The helper builds the same regions with empty weights, runs forward and backward of each on inputs of the same
-    shapes, and so fills torch's own caches on disk. The training then traces each region, finds its code in the cache
-    and compares it with eager on the inputs of a real step before it is used. A helper that fails costs a warning: the
-    run continues in eager. ``trainer.background`` does the work.
-    """
+    """The name of a strategy that compiled in a second process: a warning, and the run goes on without it."""
 
     name: ClassVar[str] = "background"
-    stage: ClassVar[Stage] = Stage.BACKGROUND
-    headlines: ClassVar[tuple[str, ...]] = (
-        *("switched", "regions", "helper_seconds", "helper_failed", "eager_step_seconds_median"),
-        *("longest_eager_step_seconds", "longest_switching_step_seconds"),
-    )
-    takeover: ClassVar[str | None] = "trainer.background.takeover:Takeover"
-
-    at_step: int | None = None
-    """First optimizer step that runs compiled code, 3 or later in a run; the run waits there for the helper. Repeats
-    the switches of an earlier run, also where a run is resumed. null = as soon as each region is compiled."""
-    max_device_gib: float = 8.0
-    """Device memory that the helper may use, GiB, beside CUDA's own context."""
-    max_host_gib: float = 16.0
-    """Host memory of the helper above which it ends itself, GiB, without its compile workers."""
-    timeout_seconds: float = 1800.0
-    """Time after which the helper is ended."""
-    force: bool = False
-    """Whether a helper is started on fewer than four cores as well, where it slows the training down."""
+    stage: ClassVar[Stage] = Stage.MODULE
+    removed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.at_step is not None and self.at_step < 1:
-            raise ValueError(f"compile.background.at_step={self.at_step} must be at least 1")
-        for option in ("max_device_gib", "max_host_gib", "timeout_seconds"):
-            if not getattr(self, option) > 0:
-                raise ValueError(f"compile.background.{option}={getattr(self, option)} must be above 0")
-
-    @property
-    def left_out(self) -> str | None:
-        """Why no helper is started on this machine, so that everything compiles in the foreground."""
-        cores = usable_cores()
-        if self.force or cores >= MIN_CORES:
-            return None
-        return (
-            f"left out, {cores} cores are too few for a helper beside the training; compiled in the foreground. "
-            f"compile.{self.name}.force=true starts it all the same"
+        warnings.warn(
+            "compile.background was removed: the run goes on without it. compile=auto begins in eager and compiles "
+            "what the steps to come pay for, compile=[...,cached] starts warm",
+            FutureWarning,
+            stacklevel=3,
         )
-
-    @property
-    def helper(self) -> Background | None:
-        """None on a machine of few cores."""
-        return self if self.left_out is None else None
-
-    def apply(self, program: Program) -> None:
-        """Raise ValueError where there is nothing that can be compiled in the background."""
-        for other in program.strategies:
-            if other.name not in TOGETHER:
-                raise ValueError(
-                    f"compile: {self.name!r} does not go with {other.name!r}: what that one prepares is not known to "
-                    "the helper process; leave one of them out"
-                )
-        if not program.regions:
-            raise ValueError(f"compile.{self.name}: nothing to compile; add regional or whole")
-        if self.left_out is not None:
-            program.notes.append(f"{self.name}: {self.left_out}")
-        elif program.sharded:
-            program.notes.append(
-                f"{self.name}: left out, the helper has no other process to gather parameters from that are sharded; "
-                "compiled in the foreground"
-            )
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

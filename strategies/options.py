@@ -96,7 +96,7 @@ class CompilerRequest:
             from torch._inductor import list_mode_options
 
             preset = {} if self.mode == "default" else list_mode_options()[self.mode]
-            arguments["options"] = {**preset, **self.options}
+            arguments["options"] = {**eager_random_numbers(), **preset, **self.options}
         return arguments
 
 
@@ -131,6 +131,15 @@ class CompileOptions(CompilerRequest, Strategy):
 @dataclass(kw_only=True, slots=True)
 class ModuleOptions(ModuleRequest, CompileOptions):
     """Base of the strategies that hand modules to ``torch.compile`` with one set of options."""
+
+
+def eager_random_numbers() -> dict[str, Any]:
+    """Inductor's option to draw eager's own random numbers on a CUDA device, where this torch has it: dropout is then
+    compared with eager mask for mask."""
+    import torch
+    from torch._inductor import config
+
+    return {"align_random_eager": True} if torch.cuda.is_available() and hasattr(config, "align_random_eager") else {}
 
 
 def near(given: str, known: list[str]) -> str:

@@ -43,16 +43,13 @@ class Padding:
     tokens_per_batch: int | None = None
     """Positions a training batch, padding included: shorter buckets have more rows; None: the loader's own rows."""
     warm: bool = False
-    """Whether every shape should be compiled before the first step."""
+    """Whether the first batches of a training should be one of each shape."""
     on_recompile: str = "warn"
-    """``fail`` or ``warn``: what a shape that compiles after that should do."""
+    """``fail`` or ``warn``: what compiles once all shapes have come ends the run, or is reported."""
     edges: tuple[int, ...] = ()
     """Ascending; filled in when the loaders are built (before the first batch), empty without ``choose_edges``."""
     batch_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Rows of the training batches on this process by edge that occurs, most first; filled in like ``edges``."""
-    validation_batch_sizes: tuple[int, ...] = ()
-    """Rows of the validation batches that occur on this process, most first (the last one may be smaller); empty
-    without validation; filled in when the validation loader is built."""
     dynamic: bool | None = None
     """What ``dynamic=null`` of a module strategy stands for."""
     around_region: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
@@ -66,15 +63,6 @@ class Padding:
     def edge_of(self) -> Callable[[int], int]:
         """``edge_of`` with what is known by now; it goes to data workers without the rest."""
         return partial(edge_of, edges=self.edges, multiple=self.multiple, tables=self.tables)
-
-    def resized(self, batch: Any, rows: int, edge: int) -> Any:
-        """A copy of ``batch`` with ``rows`` examples (repeated or left out) of ``edge`` positions.
-
-        Every tensor with as many entries in dimension 0 as the batch has examples is resized; everything else, numbers
-        included, stays as it is.
-        """
-        before = tensor_of(batch, self.ragged[0]).shape[0]
-        return to_edge(batch if rows == before else _resize(batch, before, rows), self.ragged, edge)
 
 
 def require_ragged(ragged: Sequence[Ragged], name: str, instead: str = "") -> None:
@@ -153,7 +141,7 @@ def used_length(batch: Any, ragged: Sequence[Ragged]) -> int:
 
 def tensor_of(batch: Any, entry: Ragged) -> Tensor:
     """The declared tensor of ``batch``. Raises ValueError, naming what there is, when it is missing or not ragged."""
-    parts = parts_of(batch)
+    parts = _parts_of(batch)
     if isinstance(batch, tuple):  # a NamedTuple's fields have numbers, too
         parts |= {str(index): part for index, part in enumerate(batch)}
     value = parts.get(entry.field, None if isinstance(batch, Mapping) else getattr(batch, entry.field, None))
@@ -184,17 +172,7 @@ def _replaced(batch: Any, changed: Mapping[str, Any]) -> Any:
     return copied
 
 
-def _resize(value: Any, before: int, rows: int) -> Any:
-    """Repeat or leave out rows of every tensor in ``value`` that has ``before`` of them."""
-    if isinstance(value, Tensor):
-        if value.ndim == 0 or value.shape[0] != before:
-            return value
-        return value.index_select(0, torch.arange(rows, device=value.device) % before)
-    parts = parts_of(value)
-    return _replaced(value, {name: _resize(part, before, rows) for name, part in parts.items()}) if parts else value
-
-
-def parts_of(value: Any) -> dict[str, Any]:
+def _parts_of(value: Any) -> dict[str, Any]:
     """What ``value`` is made of, by the names that ``_replaced`` takes; empty for what is taken as it is."""
     if isinstance(value, Mapping):
         return dict(value)

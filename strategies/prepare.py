@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.abc
+import importlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,6 @@ import torch
 LONGEST_SECONDS = 120.0
 """A head start that takes longer than this is none; the run goes on without it."""
 INDUCTOR = "torch._inductor.compile_fx"
-GIVES_WAY_SHARE, LOCK_SECONDS = 0.5, 2e-5
-"""Of an import beside a training: the share of its time for which it stands back, and for how long a step waits for
-Python's lock. Each operator of a step gives the lock away, a thousand times a step."""
 COMPILERS = ("cc1plus", "clang", "clang++", "cicc", "ptxas")
 """Programs that translate. No linker: a cache would take the half library that a killed one leaves for a whole one."""
 
@@ -81,46 +78,6 @@ class Preparation:
         self._thread_seconds = time.thread_time() - began
 
 
-def import_beside(modules: Sequence[str]) -> threading.Thread:
-    """Import ``modules``, which a process imported that compiled the same, in a thread beside a training, and do there
-    what the first compile would do."""
-
-    def run() -> None:
-        frozen = bool(gc.get_freeze_count())  # counts all there is, with Python's lock: never for each of them
-        before, gives_way = sys.getswitchinterval(), _GivesWay()
-        sys.setswitchinterval(LOCK_SECONDS)
-        sys.meta_path.insert(0, gives_way)
-        try:
-            for name in modules:
-                if name not in sys.modules:
-                    # Comes up again, with its reason, where it is needed.
-                    with uncounted(frozen=frozen), contextlib.suppress(Exception):
-                        importlib.import_module(name)
-            with uncounted(frozen=frozen):
-                _warm_up()
-        finally:
-            sys.meta_path.remove(gives_way)
-            sys.setswitchinterval(before)
-        if frozen:  # in a process of our own: no full collection visits all of this in a step
-            gc.freeze()
-
-    thread = threading.Thread(target=run, name="import-inductor", daemon=True)
-    thread.start()
-    return thread
-
-
-class _GivesWay(importlib.abc.MetaPathFinder):
-    """Finds nothing; before each module of the thread that made it, also of those that a module imports, it waits."""
-
-    def __init__(self) -> None:
-        self._thread, self._since = threading.get_ident(), time.perf_counter()
-
-    def find_spec(self, *_: Any) -> None:
-        if threading.get_ident() == self._thread:
-            time.sleep(GIVES_WAY_SHARE * (time.perf_counter() - self._since))
-            self._since = time.perf_counter()
-
-
 @contextlib.contextmanager
 def collected_later() -> Iterator[None]:
     """Inside, Python collects no garbage, of which a full collection takes up to half a second: a step that does much
@@ -132,19 +89,6 @@ def collected_later() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-@contextlib.contextmanager
-def uncounted(*, frozen: bool) -> Iterator[None]:
-    """As ``collected_later``, and what is made inside makes no full collection due: each would hold Python's lock, and
-    so a step that trains, for as long as it takes to visit all there is. ``frozen``: whether the heap is frozen."""
-    with collected_later():
-        try:
-            yield
-        finally:
-            if not frozen:  # else what is frozen already would come back
-                gc.freeze()  # the two together move all objects to the oldest generation, in no time
-                gc.unfreeze()
 
 
 def is_prepared() -> bool:

@@ -1,0 +1,586 @@
+"""Region: one submodule compiled as one callable. It alone decides what runs when the submodule is called.
+
+    eager      not in force: the module is what its author wrote
+    checking   its next calls of a kind not seen before are checked; the step goes on with eager's results
+    compiled   calls of proven kinds run compiled
+    failed     it did not compile, or was not eager's: eager for good, for a reason
+
+States change between steps, in ``Region.become``, which is the only writer of torch's ``_compiled_call_impl``. Outside
+of a step or an evaluation the module is plain, and so it is where tracers, dispatch modes or transforms look at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import eval_frame, trace_rules
+from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from strategies.check import Outcome, check_call
+from strategies.compare import MULTIPLES, SINGLE, Difference
+from strategies.errors import is_compile_error, is_out_of_memory, one_line
+from strategies.region_state import Changed, RegionState
+
+MAX_CHECKED = 8
+"""Signatures of one kind of region that are checked at their first call; further ones by audits."""
+
+
+class State(StrEnum):
+    """See the module."""
+
+    EAGER = "eager"
+    CHECKING = "checking"
+    COMPILED = "compiled"
+    FAILED = "failed"
+
+
+_SERIAL = itertools.count()
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return self._call_impl(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class Proof:
+    """What is known about one signature of a kind: what it was called with, but for the numbers."""
+
+    with_gradients: bool = True
+    """Whether it was called where gradients are recorded."""
+    looks: int = 0
+    clean: bool = False
+    """Whether the last look found eager's results: proven from the next step on."""
+    proven: bool = False
+    """Whether its calls run compiled."""
+    suspected: list[Difference] = field(default_factory=list)
+    """Differences of the last look, which count once they show again."""
+    suspect: Region | None = None
+    """The region that showed them; it is looked at again, and the next that is called."""
+    suspected_at: int = 0
+    """``looks`` when it did."""
+    callers: list[Region] = field(default_factory=list)
+    """Regions that were called so."""
+    due: bool = False
+    """Whether a later call is checked again."""
+    must: bool = False
+    """Whether that does not wait until there is time: code was compiled for it since."""
+    turn: int = 0
+    """Which caller's: audits go from one to the next."""
+
+    def is_for(self, region: Region) -> bool:
+        return not self.callers or self.callers[self.turn % len(self.callers)] is region
+
+    def is_suspected(self, region: Region) -> bool:
+        return self.suspect is region or (self.suspect is not None and self.looks == self.suspected_at)
+
+
+@dataclass(slots=True, kw_only=True)
+class Check:
+    """One check of a region, or of an optimizer's step (then both names are its class), for the record."""
+
+    path: str
+    kind: str
+    outcome: Outcome
+    seconds: float
+    audit: bool
+    """Whether the kind was proven before."""
+
+
+class Kind:
+    """Regions of one class that are compiled with the same arguments: they share code, and fall back together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.regions: list[Region] = []
+        self.proofs: dict[Any, Proof] = {}
+        self.failure: str | None = None
+        """Why all of them are to run eager from the next step on."""
+        self.error: Exception | None = None
+        """What the compiler raised."""
+        self.differs: list[Difference] = []
+        """What is not eager's, where that is the reason."""
+        self.changed: list[Changed] = []
+        """What its forward changes elsewhere, as Dynamo has seen it."""
+        self.owed: set[bool] = set()
+        """Audits that are due whatever they cost: of a call with gradients, and of one without."""
+        self.reached: list[frozenset[str]] | None = None
+        """For each tensor among the outputs, the parameters that its gradient reaches; None = all reach all."""
+        self._codes: dict[Any, types.FunctionType] = {}
+
+    def code(self, module: nn.Module, layout: Any) -> types.FunctionType:
+        """What is compiled of ``module``: of its own for each class and shapes of weights.
+
+        Dynamo keeps compiled code by code object, and takes a size that differs between two calls of one for a size
+        that changes. All modules share torch's ``_call_impl``: the widths of one block would make those of the next
+        symbolic, or batches of varying size would have to be compiled one by one. Torch 2.11 moreover skips a forward
+        that is defined within torch.nn without a word, and this frame is not.
+        """
+        if layout not in self._codes:
+            forward = getattr(type(module).forward, "__code__", None)
+            changes: dict[str, Any] = {"co_name": f"{type(module).__name__}_{next(_SERIAL)}"}
+            if forward is not None and not trace_rules.check(type(module).forward):
+                changes |= {"co_filename": forward.co_filename, "co_firstlineno": forward.co_firstlineno}
+            code = _call.__code__.replace(**changes)
+            self._codes[layout] = types.FunctionType(code, _call.__globals__, code.co_name)
+        return self._codes[layout]
+
+    def settle(self) -> list[Region]:
+        """Between two steps: take what its checks have found; returns the regions that have another state by it."""
+        for proof in self.proofs.values():
+            proof.proven |= proof.clean
+        return [one for one in self.regions if one.settle()]
+
+    def ask(self, *, of_all: bool = True) -> None:
+        """Check the next call of each signature once more; unless ``of_all``, other signatures than the next that is
+        called wait until there is time."""
+        self.owed = {True, False}
+        for proof in self.proofs.values():
+            proof.due, proof.must, proof.turn = True, proof.must or of_all, proof.turn + 1
+
+    def may_audit(self, proof: Proof, checking: Checking) -> bool:
+        """Whether ``proof``, which is due, is checked again at its next call, or waits until there is time."""
+        return proof.must or proof.with_gradients in self.owed or checking.may_spend()
+
+    def fail(self, reason: str, error: Exception | None = None, *, differs: Iterable[Difference] = ()) -> None:
+        """Let all its regions run eager from the next step on."""
+        if self.failure is None:
+            self.failure, self.error, self.differs = reason, error, list(differs)
+
+
+@dataclass(slots=True)
+class Checking:
+    """How regions are checked; one object for all regions of a program."""
+
+    mode: str = "on"
+    """The option ``parity``: ``off`` checks nothing."""
+    unit: float = SINGLE
+    begin: Callable[[Any], Any] = lambda checked: None
+    """Called before a check, with the region or the optimizer's update that is checked."""
+    report: Callable[[Check], Any] = lambda check: None
+    """Called after one."""
+    clock: Callable[[], float] = lambda: 0.0
+    may_spend: Callable[[], bool] = lambda: True
+    """Whether there is time for an audit that nothing is lost without."""
+    one_kind_a_step: bool = False
+    """Whether a step compiles, and checks, one kind that is new at most: a shorter wait, and a later start."""
+    checked: Kind | None = None
+    """The kind that the step under way has checked for the first time."""
+    audited: bool = False
+    """Whether it has checked one again: no step does so twice."""
+
+    def step_begins(self) -> None:
+        self.checked, self.audited = None, False
+
+
+class Region:
+    """A submodule that was handed to the compiler.
+
+    Args:
+        path: As in ``module.get_submodule(path)``, at that moment: a training may put another module into its place.
+        arguments: ``torch.compile``'s keyword arguments.
+        around: Wraps the compiled call, for a strategy of the SHAPES stage.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        kind: Kind,
+        arguments: dict[str, Any],
+        checking: Checking,
+        around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
+        self.path, self.module, self.arguments = path, module, arguments
+        self.of, self._checking, self._around = kind, checking, around
+        kind.regions.append(self)
+        self.state, self.reason = State.CHECKING if checking.mode != "off" else State.COMPILED, ""
+        self.called = False
+        """Whether it was called within a step or an evaluation."""
+        self._compiled: Callable[..., Any] | None = None
+        self._active = self._inside = False
+        self._eager_in_step = False
+        """Whether it ran eager in the step under way: what is computed again in its backward has to do so, too."""
+        self._compiled_in_step = False
+        """The same of compiled code."""
+        self._unchecked: str | None = None
+        """What eager raised on copies of the inputs."""
+        self._layout: tuple[Any, ...] | None = None
+        self._names: dict[int, str] | None = None
+
+    @property
+    def kind(self) -> str:
+        """Class name of the module."""
+        return type(self.module).__name__
+
+    @property
+    def ran_eager(self) -> bool:
+        """Whether it was called in the step under way, in force, and ran eager."""
+        return self._eager_in_step
+
+    # ---- the state -------------------------------------------------------------------------------------------------
+
+    def become(self, state: State, reason: str = "", *, active: bool | None = None) -> None:
+        """Change the state, and whether a step or an evaluation is under way (None: as it is)."""
+        self.state, self.reason = state, reason or self.reason
+        if active is not None:
+            self._active = active
+        attributes = vars(self.module)
+        if self._active and state in (State.CHECKING, State.COMPILED):
+            attributes["_compiled_call_impl"] = self
+        elif attributes.get("_compiled_call_impl") is self:
+            # Removed, not set to None: torch.jit.script looks at what a module has of its own.
+            del attributes["_compiled_call_impl"]
+
+    def activate(self, active: bool) -> None:
+        """A step or an evaluation begins, or is over."""
+        if active != self._active:
+            self.become(self.state, active=active)
+        self._eager_in_step = self._compiled_in_step = False
+
+    def settle(self) -> bool:
+        """Between two steps: take the state that the step's checks call for; returns whether it is a new one."""
+        before = self.state
+        if self.of.failure is not None:
+            if before is not State.FAILED:
+                self.become(State.FAILED, self.of.failure)
+        elif before is State.CHECKING and self.called and any(one.proven for one in self.of.proofs.values()):
+            self.become(State.COMPILED)
+        return self.state is not before
+
+    # ---- a call ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call compiled, check it, or run what the module is without us."""
+        module = self.module
+        if self._inside or torch.compiler.is_compiling() or _looked_at(args):
+            return module._call_impl(*args, **kwargs)
+        if self._layout is None and any(map(is_lazy, module.parameters())):
+            return module._call_impl(*args, **kwargs)
+        self.called = True
+        kind, checks = self.of, self._checking.mode != "off"
+        if self._eager_in_step or (kind.failure is not None and not self._compiled_in_step):
+            self._eager_in_step = True
+            return self._eager(args, kwargs)
+        key = self._signature(args, kwargs)
+        proof = kind.proofs.get(key)
+        if proof is None:
+            proof = kind.proofs[key] = Proof(with_gradients=torch.is_grad_enabled())
+            proof.proven = not checks or len(kind.proofs) > MAX_CHECKED
+        if self not in proof.callers:
+            proof.callers.append(self)
+        checking = self._checking
+        audit = (
+            proof.proven
+            and proof.due
+            and not (self._compiled_in_step or checking.audited)
+            and proof.is_for(self)
+            and kind.may_audit(proof, checking)
+        )
+        if proof.proven and not audit:
+            return self._run(proof, args, kwargs)
+        self._eager_in_step = True
+        waits = checking.one_kind_a_step and checking.checked not in (None, kind)
+        if checks and not waits and (audit or proof.looks == 0 or proof.is_suspected(self)):
+            self._check(proof, args, kwargs, audit=audit)
+        result = self._eager(args, kwargs)
+        if self._unchecked is not None:
+            kind.fail(f"it cannot be checked, eager fails on copies of its inputs: {self._unchecked}")
+            self._unchecked = None
+        return result
+
+    def _check(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any], *, audit: bool) -> None:
+        kind, checking = self.of, self._checking
+        audit = audit or proof.looks > 1  # a second look at what an audit found
+        began = checking.clock()
+        checking.begin(self)
+        if audit and not proof.must:
+            kind.owed.discard(proof.with_gradients)
+        proof.due = proof.must = False
+        if audit:
+            checking.audited = True
+        else:
+            checking.checked = kind
+        self._inside = True
+        try:
+            outcome = check_call(
+                self.module,
+                self.compiled,
+                args,
+                kwargs,
+                unit=checking.unit,
+                multiple=MULTIPLES[checking.mode],
+                whole=bool(self.arguments.get("fullgraph")),
+                draws_alike=draws_alike(self.arguments),
+                changed=kind.changed,
+            )
+        except Exception as error:  # eager's own error, which the step is about to raise itself, or one of copies alone
+            self._unchecked = one_line(error)
+            return
+        finally:
+            self._inside = False
+        again, wrong = bool(proof.suspected), outcome.wrong
+        proof.looks += 1
+        if outcome.error is not None:
+            kind.fail(one_line(outcome.error), outcome.error)
+        elif outcome.skipped is not None:
+            # Proven, or eager: what cannot be looked at is not taken for granted.
+            kind.fail(f"it cannot be checked, {outcome.skipped}; parity=off compiles it unchecked")
+        elif wrong and again:
+            kind.fail(f"it is not eager's: {'; '.join(map(str, wrong[:2]))}", differs=wrong)
+        elif wrong:
+            proof.suspected, proof.suspect, proof.suspected_at = wrong, self, proof.looks
+            proof.proven = proof.clean = False
+        else:
+            if proof.suspect in (None, self):  # another region's clean look clears nobody
+                proof.suspected, proof.suspect, proof.clean = [], None, True
+            if any(one != outcome.reached[0] for one in outcome.reached):
+                kind.reached = outcome.reached
+        checking.report(
+            Check(path=self.path, kind=kind.name, outcome=outcome, seconds=checking.clock() - began, audit=audit)
+        )
+
+    def _run(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graphs = counters["stats"]["unique_graphs"]
+        kept = None
+        try:
+            if not self.arguments.get("fullgraph", False) and self._compiled is None:
+                kept = RegionState(self.module, (args, kwargs))  # a part may run before another does not compile
+            result = self.compiled(*args, **kwargs)
+        except Exception as error:
+            # Recomputation of a checkpoint ends by an exception of its own, once it has what the backward needs.
+            if is_out_of_memory(error) or type(error).__module__ == "torch.utils.checkpoint":
+                raise
+            self._eager_in_step = True
+            if kept is not None:
+                kept.restore()
+            result = self._eager(args, kwargs)  # which raises itself what is the user's own error
+            self.of.fail(one_line(error), error)
+            return result
+        self._compiled_in_step = True
+        if counters["stats"]["unique_graphs"] != graphs and self._checking.mode != "off":
+            proof.due = proof.must = True
+            proof.turn = proof.callers.index(self)
+        if torch.is_grad_enabled():
+            self._watch_backward(result, args, kwargs)
+        return result
+
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self.module._call_impl(*args, **kwargs)
+        if torch.is_grad_enabled() and self.of.failure is None:
+            for one in pytree.tree_leaves(result):
+                if isinstance(one, Tensor) and one.grad_fn is not None:
+                    one.grad_fn.register_prehook(self._notice_double_backward)
+                    break
+        return result
+
+    @property
+    def compiled(self) -> Callable[..., Any]:
+        """The compiled call; made at the first use, compiled at its first call."""
+        if self._compiled is None:
+            if hasattr(self.module, "_get_fsdp_state"):
+                call = self._within_hooks()
+            else:
+                call = torch.compile(
+                    types.MethodType(self.of.code(self.module, self.layout), self.module), **self.arguments
+                )
+            self._compiled = call if self._around is None else self._around(call)
+        return self._compiled
+
+    def _within_hooks(self) -> Callable[..., Any]:
+        """The compiled call of a module that FSDP2 shards. Its parameters are gathered by hooks, which Dynamo does not
+        trace and which run once a call: the forward alone is compiled, and eager's takes its place within."""
+        module, eager = self.module, self.module.forward
+        compiled = torch.compile(eager, **self.arguments)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:
+                if not is_compile_error(error):
+                    raise
+                self._eager_in_step = True
+                self.of.fail(one_line(error), error)
+                return eager(*args, **kwargs)
+
+        own = vars(module).get("forward")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            vars(module)["forward"] = forward
+            try:
+                return module._call_impl(*args, **kwargs)
+            finally:
+                del vars(module)["forward"]
+                if own is not None:
+                    vars(module)["forward"] = own
+
+        return call
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """Shapes of its weights."""
+        if self._layout is None:
+            self._layout = tuple(one.shape for one in self.module.parameters())
+        return self._layout
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What tells graphs apart, as far as it costs little to know."""
+        return (
+            self.layout,
+            torch.is_grad_enabled(),
+            self.module.training,
+            *map(_shape_of, args),
+            *((name, _shape_of(one)) for name, one in kwargs.items()),
+        )
+
+    # ---- its backward ----------------------------------------------------------------------------------------------
+
+    def _notice_double_backward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.of.fail(DOUBLE_BACKWARD)
+
+    def _watch_backward(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compiled code has no gradient of its gradient, and gives zeros where eager gives none. Both are put right as
+        the backward's results come."""
+        leaves = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+        node = next((found for one in leaves if (found := _compiled_node(one.grad_fn)) is not None), None)
+        if node is None:
+            return
+        functions = node.next_functions  # not the node, which holds the hook
+        places = [(place, one.output_nr) for place, one in enumerate(leaves) if one.grad_fn is node]
+        autocast = [
+            (name, torch.get_autocast_dtype(name)) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)
+        ]
+
+        def hook(gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if torch.is_grad_enabled():
+                self.of.fail(DOUBLE_BACKWARD)
+                return self._again(functions, places, given, gradients, args, kwargs, autocast)
+            if self.of.reached is None or all(one is not None for one in given):
+                return None
+            return self._undefined(functions, places, given, gradients)
+
+        node.register_hook(hook)
+
+    def _undefined(
+        self,
+        functions: tuple[tuple[Any, int], ...],
+        places: list[tuple[int, int]],
+        given: tuple[Any, ...],
+        gradients: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """``gradients``, undefined for parameters that no output with a gradient depends on: weight decay would move
+        them otherwise (BERT's pooler)."""
+        assert self.of.reached is not None
+        if len(places) != len(self.of.reached):
+            return gradients
+        reached = frozenset().union(*(self.of.reached[place] for place, nr in places if given[nr] is not None))
+        if self._names is None:
+            self._names = {id(one): name for name, one in self.module.named_parameters()}
+        names = [self._names.get(id(getattr(one, "variable", None))) for one, _ in functions]
+        pairs = zip(gradients, names, strict=True)
+        return tuple(None if name is not None and name not in reached else one for one, name in pairs)
+
+    def _again(
+        self,
+        functions: tuple[tuple[Any, int], ...],
+        places: list[tuple[int, int]],
+        given: tuple[Any, ...],
+        gradients: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: list[tuple[str, torch.dtype]],
+    ) -> tuple[Any, ...]:
+        """The same gradients from eager, of which a gradient can be taken: this once, since later steps run eager."""
+        tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.requires_grad]
+        by_node = {(one.grad_fn, one.output_nr): one for one in tensors if one.grad_fn is not None}
+        wanted = [getattr(node, "variable", None) if node is not None else None for node, _ in functions]
+        wanted = [by_node.get(pair) if one is None else one for one, pair in zip(wanted, functions, strict=True)]
+        state = RegionState(self.module, (args, kwargs))
+        with contextlib.ExitStack() as entered:
+            entered.callback(state.restore)
+            for name, dtype in autocast:
+                entered.enter_context(torch.autocast(name, dtype))
+            entered.enter_context(torch.enable_grad())
+            self._inside = True
+            entered.callback(setattr, self, "_inside", False)
+            leaves = [
+                one for one in pytree.tree_leaves(self.module._call_impl(*args, **kwargs)) if isinstance(one, Tensor)
+            ]
+            pairs = [(leaves[place], given[nr]) for place, nr in places if given[nr] is not None]
+            known = [one for one in wanted if one is not None]
+            found = torch.autograd.grad(
+                [one for one, _ in pairs], known, [one for _, one in pairs], create_graph=True, allow_unused=True
+            )
+        of = {id(one): gradient for one, gradient in zip(known, found, strict=True)}
+        return tuple(gradient if one is None else of[id(one)] for gradient, one in zip(gradients, wanted, strict=True))
+
+
+def draws_alike(arguments: dict[str, Any]) -> bool:
+    """Whether what is compiled with these arguments of ``torch.compile`` draws eager's random numbers. Inductor's own
+    differ, and may leave a device's generator where eager's leave it."""
+    options = arguments.get("options") or {}
+    asked = options.get("fallback_random") or options.get("align_random_eager")
+    return arguments.get("backend", "inductor") != "inductor" or bool(asked)
+
+
+DOUBLE_BACKWARD = (
+    "a gradient of its gradient is taken (create_graph=True, as in a gradient penalty), and compiled code has none"
+)
+
+
+def _compiled_node(node: Any) -> Any:
+    """The backward of a compiled graph at ``node``, or right behind the view that an output may be."""
+    for _ in range(3):
+        if node is None or type(node).__name__ == "CompiledFunctionBackward":
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shape_of, value))
+    if isinstance(value, dict):
+        return tuple((name, _shape_of(one)) for name, one in value.items())
+    return value if isinstance(value, bool | str | type(None)) else type(value)
+
+
+def _looked_at(args: tuple[Any, ...]) -> bool:
+    """Whether somebody traces, counts or transforms what runs, which compiled code cannot serve."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or eval_frame._stance.stance == "force_eager"
+        or (bool(args) and isinstance(args[0], torch.fx.Proxy))
+    )
+
+
+# ---- all regions of a program ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def plain(regions: Iterable[Region]) -> Iterator[None]:
+    """Inside, ``regions`` run as they were written."""
+    before = [(region, region._inside) for region in regions]
+    try:
+        for region, _ in before:
+            region._inside = True
+        yield
+    finally:
+        for region, inside in before:
+            region._inside = inside
