@@ -16,9 +16,10 @@ class CudaGraph(Strategy):
     batch has a graph of its own; all of them share one memory pool. A step that cannot be captured runs as it would
     without this strategy, and the record says why. Validation is not captured.
 
-    Python code runs while a step is captured, not when it is replayed. So the step is observed before: what it reads on
-    the host tells graphs apart and is compared before each replay; a step that changes something there, or reads what
-    cannot be compared, is not captured.
+    Python code runs while a step is captured, not when it is replayed. So one of the steps before is observed while it
+    trains: what it reads on the host tells graphs apart and is compared before each replay; a step that changes
+    something there, or reads what cannot be compared, is not captured. Another one is recorded, with all that it began
+    with and left: the graph has to repeat it before it may train, and others later.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
 

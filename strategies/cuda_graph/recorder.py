@@ -1,9 +1,9 @@
-"""Host recorder: records every Python value that a call reads while it runs once.
+"""Host recorder: records every Python value that a real step reads while it runs, and leaves the step alone.
 
 Reads of attributes are seen by a ``__getattribute__`` that classes have while the recorder is on; reads of globals
 and calls into C by ``sys.setprofile``. What is read is followed: containers into their entries, functions into their
-closures and defaults. What the call changes on the host is a problem, and so is what nothing could compare later (a
-clock, an iterator): a graph of that call could not stand for it.
+closures and defaults. What the step changes on the host is a problem, and so is what nothing could compare later (a
+clock, an iterator): a graph of that step could not stand for it. All of it stays as the step has left it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from strategies.cuda_graph.index import IndexWatch
 from strategies.cuda_graph.state import GONE, HostState, Value, named
-from strategies.cuda_graph.values import LIGHTNING, HostValues, Unrepeatable, random_states, top_of
-from strategies.errors import origin_of
+from strategies.cuda_graph.values import LIGHTNING, HostValues, random_states, top_of
+from strategies.errors import origin_of, users_line
 from strategies.torch_patches import settle_shards
 
 _PURE = """builtins math cmath _operator itertools _functools functools _collections collections _abc _bisect _heapq
@@ -33,12 +34,13 @@ PURE_STDLIB = frozenset(_PURE.split())
 """Modules whose C functions bring nothing from outside; the global generators are compared by state."""
 
 
-IGNORED = ("log", "log_dict")
-"""Attributes that stand in for others while a step runs."""
+IGNORED = ("log", "log_dict", "_current_fx_name")
+"""Attributes of which a step makes no other use than to log: a replay logs what was recorded. The last one is
+Lightning's name of the hook under way."""
 
 
 class HostRecorder(HostValues):
-    """Records one call."""
+    """Records one step."""
 
     def __init__(self, device: torch.device, problem_types: Mapping[type, str]) -> None:
         super().__init__(device, problem_types)
@@ -48,11 +50,18 @@ class HostRecorder(HostValues):
         self._written: set[tuple[int, str]] = set()
         self._shards: dict[tuple[int, str], Any] = {}
         """Sharded parameters, whose place is taken by what was gathered for the length of a forward."""
+        self._index: IndexWatch | None = None
+        self._entry: types.CodeType | None = None
+        self._outermost = 0
+        """Identity of the outermost frame of the user's that is under way: what the loop reads around it is its own."""
 
     @contextlib.contextmanager
-    def recording(self, module: nn.Module) -> Iterator[None]:
-        """Record what the block reads of ``module`` and its submodules, of globals, and of whatever these lead to."""
+    def recording(self, module: nn.Module, index: IndexWatch | None = None) -> Iterator[None]:
+        """Record what the block reads of ``module`` and its submodules, of globals, and of whatever these lead to; tell
+        ``index`` of the calls in it."""
         before = random_states(self._device)
+        self._index = index
+        self._entry = getattr(getattr(type(module), "training_step", None), "__code__", None)
         with self._undo:
             for path, submodule in module.named_modules():
                 self._label(submodule, f"self.{path}." if path else "self.")
@@ -64,21 +73,29 @@ class HostRecorder(HostValues):
             profile = sys.getprofile()
             sys.setprofile(self._profile)
             try:
-                yield
-            except Unrepeatable:  # a problem by then
-                pass
+                with contextlib.nullcontext() if index is None else index.tracing():
+                    yield
             finally:
                 sys.setprofile(profile)
                 settle_shards(module)
         for change in self.state().changes():
             self._problem(f"changes {change.what}, which a replay would not")
-            change.undo()
         if before != random_states(self._device):
             self._problem("draws random numbers on the host, which a replay would not: draw them on the device")
 
     def state(self) -> HostState:
         """What was read, to be compared before each replay."""
         return HostState([*self._values.values()], [*self._contents.values()], [*self._tensors.values()])
+
+    def changed(self) -> tuple[tuple[str, Tensor], ...]:
+        """Tensors of the device that were read and have been written to since, with their names."""
+        return tuple(
+            (label, tensor)
+            for tensor, label in self._tensors.values()
+            if tensor.device.type == self._device.type
+            and not tensor.is_inference()
+            and tensor._version != self._versions[id(tensor)]
+        )
 
     def _patch(self, cls: type) -> None:
         """Let ``cls`` report reads and writes of its objects' attributes until recording ends."""
@@ -87,7 +104,7 @@ class HostRecorder(HostValues):
 
         def reading(function: Any, read: Callable[[Any, str, Any], Any]) -> Any:
             def reported(obj: Any, name: str) -> Any:
-                if self._busy or threading.get_ident() != self._thread:
+                if self._busy or not self._outermost or threading.get_ident() != self._thread:
                     return function(obj, name)
                 return read(obj, name, function)
 
@@ -123,16 +140,16 @@ class HostRecorder(HostValues):
             descriptor and owner is not None and top_of(owner) in LIGHTNING  # self.global_step, self.trainer
         )
         try:
-            with self._quiet() if of_lightning else contextlib.nullcontext():
+            with self.quiet() if of_lightning else contextlib.nullcontext():
                 value = getter(obj, name)
         except AttributeError:
-            with self._quiet():
+            with self.quiet():
                 if isinstance(static, types.MemberDescriptorType):  # a slot, which lies in no dictionary
                     self._remember(obj, name, label)
                 else:
                     self._expect(attributes_of(obj), name, GONE, label, obj)
             raise
-        with self._quiet():
+        with self.quiet():
             full = f"{label}{name}"
             if name == "__dict__":
                 self._read_all(obj, value)
@@ -140,7 +157,7 @@ class HostRecorder(HostValues):
                 if not isinstance(value, types.MethodType):
                     key = (id(obj), name)
                     if key not in self._values:
-                        self._values[key] = Value(full, functools.partial(getattr, obj, name), value, self._line())
+                        self._values[key] = Value(full, functools.partial(getattr, obj, name), value, users_line())
                     self._reach(value, full)
             elif not descriptor:
                 attributes = attributes_of(obj)
@@ -162,7 +179,7 @@ class HostRecorder(HostValues):
         self._values.setdefault((id(obj), "__dict__"), Value(f"vars({label[:-1]})", present, present()))
 
     def _read_of_module(self, obj: nn.Module, name: str, fallback: Any) -> Any:
-        with self._quiet():
+        with self.quiet():
             label = self._labels.get(id(obj))
             if label is None:
                 return fallback(obj, name)
@@ -181,37 +198,51 @@ class HostRecorder(HostValues):
     def _writing(self, obj: Any, name: str) -> Iterator[None]:
         """Remember what was there before the first write; what is read afterwards is the call's own."""
         label = None if name in IGNORED or threading.get_ident() != self._thread else self._labels.get(id(obj))
-        if not self._busy and label is not None:
-            with self._quiet():
+        if not self._busy and self._outermost and label is not None:
+            with self.quiet():
                 self._written.add((id(obj), name))
                 self._remember(obj, name, label)
-        with self._quiet():
+        with self.quiet():
             yield
 
     def _remember(self, obj: Any, name: str, label: str) -> None:
-        def put(value: Any) -> None:
-            with contextlib.suppress(AttributeError):
-                delattr(obj, name) if value is GONE else setattr(obj, name, value)
-
         read = functools.partial(getattr, obj, name, GONE)
-        self._values.setdefault((id(obj), name), Value(f"{label}{name}", read, read(), self._line(), put))
+        self._values.setdefault((id(obj), name), Value(f"{label}{name}", read, read(), users_line()))
 
     def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
-        if event not in ("call", "c_call") or self._busy:
+        if self._busy:
             return
         code = frame.f_code
         if event == "c_call":
-            self._called(frame, called)
-        elif code not in self._codes:
+            if self._outermost:
+                self._called(frame, called)
+        elif event == "return":
+            if self._index is not None:
+                self._index.returned(frame)
+            if id(frame) == self._outermost:
+                self._outermost = 0
+        elif event == "call":
+            if self._index is not None:
+                self._index.called(frame)
+            if not self._outermost and (code is self._entry or origin_of(code.co_filename) == "other"):
+                self._outermost = id(frame)
+            if self._outermost:
+                self._entered(frame, code)
+
+    def _entered(self, frame: types.FrameType, code: types.CodeType) -> None:
+        """Code of the user's names globals that it may read."""
+        if code not in self._codes:
             self._codes.add(code)
             if origin_of(code.co_filename) != "other":
                 return
-            with self._quiet():
+            with self.quiet():
                 place, names = f"{Path(code.co_filename).name}:{code.co_firstlineno}", frame.f_globals
                 for name in code.co_names:
                     if name in names and (id(names), name) not in self._values:
                         self._values[id(names), name] = named(names, name, names[name], "global ", place)
                         self._reach(names[name], name)
+                if (method := self._methods.get(code)) is not None:
+                    self._reach_function(method)
 
     def _called(self, frame: types.FrameType, called: Any) -> None:
         owner = getattr(called, "__self__", None)

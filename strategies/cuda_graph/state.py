@@ -35,26 +35,14 @@ class Value:
     read: Callable[[], Any]
     expected: Any
     where: str = ""
-    put: Callable[[Any], Any] | None = None
-    """Puts it back."""
 
     def __str__(self) -> str:
         return f"{self.label} ({self.where})" if self.where else self.label
 
 
-def named(mapping: Mapping[str, Any], name: str, value: Any, label: str, where: str = "", owner: Any = None) -> Value:
-    """A name in ``mapping``: an attribute, a global, a parameter; GONE where it is found elsewhere, or nowhere. The
-    names of a class, the ``owner``, cannot be written to there."""
-
-    def put(value: Any) -> None:
-        if not isinstance(mapping, dict):
-            setattr(owner, name, value)
-        elif value is GONE:
-            mapping.pop(name, None)
-        else:
-            mapping[name] = value
-
-    return Value(f"{label}{name}", partial(mapping.get, name, GONE), value, where, put)
+def named(mapping: Mapping[str, Any], name: str, value: Any, label: str, where: str = "") -> Value:
+    """A name in ``mapping``: an attribute, a global, a parameter; GONE where it is found elsewhere, or nowhere."""
+    return Value(f"{label}{name}", partial(mapping.get, name, GONE), value, where)
 
 
 class Change(NamedTuple):
@@ -63,7 +51,6 @@ class Change(NamedTuple):
     what: str
     how: str
     """In words, with the line that reads it and the way out."""
-    undo: Callable[[], Any]
 
 
 class HostState:
@@ -88,16 +75,15 @@ class HostState:
         for value in self._values:  # a model of 400 modules has thousands
             now = value.read()
             if now is not value.expected and not same(now, value.expected):
-                undo = (lambda: None) if value.put is None else partial(value.put, value.expected)
-                yield Change(str(value), difference(str(value), value.expected, now), undo)
+                yield Change(str(value), difference(str(value), value.expected, now))
         for entry in self._contents:
             container, label, then = entry
             if (container or then) and (how := changed_entry(*entry)) is not None:  # most are empty: a module's hooks
-                yield Change(f"the entries of {label}", how, partial(refill, container, then))
+                yield Change(f"the entries of {label}", how)
         for (_, what), then, now in zip(self._tensors, self._prints, self._fingerprints(), strict=True):
             if now != then:
                 how = f"{what} has another storage, shape, requires_grad or hook than before"
-                yield Change(what, how, lambda: None)
+                yield Change(what, how)
 
     def _fingerprints(self) -> list[tuple[int, Any]]:
         return [(tensor.data_ptr(), fingerprint(tensor)) for tensor, _ in self._tensors]
@@ -143,17 +129,6 @@ def entries_of(container: Any) -> Any:
     if isinstance(container, Mapping):
         return (*container.keys(), *container.values())
     return frozenset(container) if isinstance(container, set) else tuple(container)
-
-
-def refill(container: Any, entries: Any) -> None:
-    """Give a container back what ``entries_of`` found in it."""
-    container.clear()
-    if isinstance(container, dict):
-        half = len(entries) // 2
-        for key, value in zip(entries[:half], entries[half:], strict=True):  # a Counter's update counts
-            container[key] = value
-    else:
-        (container.update if isinstance(container, set) else container.extend)(entries)
 
 
 def changed_entry(container: Any, label: str, then: Any) -> str | None:

@@ -3,31 +3,38 @@
 One micro-batch is the training step, zeroing of gradients, backward, and at the end of an accumulation clipping and the
 optimizer. All of it is captured where the optimizer can be; otherwise forward and backward are, and the optimizer runs
 after each replay. A replay calls no Python. So what a step logs is written again after each replay; what it reads
-is observed before it is captured, and compared before each replay. Whatever else it does on the host is a reason not to
-capture it.
+is recorded in a step before, which trains as ever, and compared before each replay. Whatever else it does on the host
+is a reason not to capture it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
-import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from strategies.base import CannotCapture, Program, eager
-from strategies.cuda_graph.capture import NotYet, Observation, StateChanges, StepGraphs
+from strategies.compare import rounding_unit
+from strategies.cuda_graph.capture import (
+    Audit,
+    CaptureFailed,
+    CompiledParts,
+    NotRun,
+    Observation,
+    StateChanges,
+    StepGraphs,
+)
+from strategies.cuda_graph.index import IndexWatch
 from strategies.cuda_graph.recorder import HostRecorder
+from strategies.cuda_graph.repeat import Left, Repeating, tensors_of
 from strategies.cuda_graph.state import HostState, Value, entries_of, named
-from strategies.cuda_graph.values import Unrepeatable
-from strategies.errors import one_line
-from strategies.loop import Loop, MicroBatch
+from strategies.errors import root_of
+from strategies.loop import Loop, MicroBatch, RunMicroBatch, StepHook
 from strategies.optimizer.step import GraphedStep, graphed
 from strategies.prepare import collected_later
 from strategies.torch_patches import UnreducedGradients, as_capturing, settle_shards
@@ -35,13 +42,18 @@ from strategies.torch_patches import UnreducedGradients, as_capturing, settle_sh
 MAX_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
 UNLIKE = "not every weight has a gradient in each micro-batch"
-_TORCH = os.path.dirname(torch.__file__)
+BATCH_INDEX = "batch_idx"
+"""What a training step calls the number of its batch."""
 
 
-class StepCapture:
-    """Runs the micro-batches of ``loop`` through ``graphs`` until ``release``; what it cannot capture runs as it is."""
+class StepCapture(StepHook):
+    """Runs the micro-batches of ``loop`` through ``graphs`` until ``close``; what it cannot capture runs as it is. It
+    is the innermost hook around a step.
 
-    def __init__(self, loop: Loop, program: Program, graphs: StepGraphs) -> None:
+    ``parity``: ``off`` compares no graph with steps that ran without it, see ``StepGraphs``.
+    """
+
+    def __init__(self, loop: Loop, program: Program, graphs: StepGraphs, *, parity: str = "on") -> None:
         self._loop, self._program, self._graphs = loop, program, graphs
         self._module = loop.module
         self._gradients: dict[Tensor, Tensor | None] = {}
@@ -49,22 +61,22 @@ class StepCapture:
         self._reached: set[Tensor] | None = None
         self._unreduced = UnreducedGradients(self._module) if program.sharded and loop.micro_batches > 1 else None
         self._constants: set[Hashable] = set()
-        self.sample: Sequence[nn.Parameter] = ()
-        """Parameters whose clipped gradients every captured whole step keeps."""
-        self.gradients: list[Tensor] | None = None
-        """Those of the last step, valid until the next one; None where it was not replayed whole."""
-        self._called, self._index = False, 0
+        self._index = 0
+        self._left_over = False
+        """Whether gradients of a step without a graph are still there."""
         self._optimizer: GraphedStep | None = None
-        graphs.notes = program.notes
+        graphs.notes, graphs.parts = program.notes, _Parts(program, lambda: self._optimizer)
+        if parity != "off":
+            unit = rounding_unit(program.precision, loop.device, self._module)
+            graphs.repeating = Repeating(loop.device, parity, unit, random=graphs.random)
         for reason in loop.why_not_capture():
             self._stop(reason)
         if loop.world_size > 1:
-            graphs.agree, graphs.warmup_steps = loop.least, loop.capture_warmup_steps
+            graphs.agree, graphs.together, graphs.warmup_steps = loop.least, True, loop.capture_warmup_steps
             if loop.anywhere(graphs.given_up) and not graphs.given_up:
                 self._stop("another process captures no steps")
         self._of: Any = None
         self._take_optimizer()
-        self._give_back = loop.take_over(self.run)
 
     def _take_optimizer(self) -> None:
         """Let graphs hold the step of the optimizer in force, which a training may replace."""
@@ -77,6 +89,9 @@ class StepCapture:
         try:
             if self._loop.scaler is not None:
                 raise CannotCapture("a gradient scaler decides on the host whether to step")
+            if _needs_closure(optimizer):
+                self._stop(f"{type(optimizer).__name__} evaluates the loss several times in a step")
+                return
             self._optimizer = graphed(optimizer)
         except CannotCapture as error:
             self._leave_optimizer_out(str(error))
@@ -86,168 +101,129 @@ class StepCapture:
         """Whether the last step was replayed, or none like it will be."""
         return self._graphs.given_up or self._graphs.settled
 
-    def release(self) -> None:
-        self._give_back()
+    @property
+    def audits(self) -> list[Audit]:
+        """Every graph that has repeated a step, in order."""
+        return self._graphs.audits
+
+    def audit_next(self) -> None:
+        """Take one of the next micro-batches without its graph, which repeats it and has to leave the same. Which one:
+        graphs take turns. All processes call it at the same step."""
+        self._graphs.audit_next()
+
+    def left_out(self) -> contextlib.AbstractContextManager[None]:
+        """Micro-batches inside run in Python, in all processes: to check a region, or to time eager."""
+        return self._graphs.left_out()
+
+    def facts(self) -> dict[str, Any]:
+        return self._graphs.facts()
+
+    def close(self) -> None:
         self._release_optimizer()
         if self._gradients:
             self._module.zero_grad(set_to_none=True)
+            self._gradients = {}
 
     def _release_optimizer(self) -> None:
         if self._optimizer is not None:
             self._optimizer.release()
             self._optimizer = None
 
-    def run(self, micro: MicroBatch) -> dict[str, Any]:
+    def run(self, micro: MicroBatch, go: RunMicroBatch) -> dict[str, Any]:
         """Run one micro-batch; returns what ``MicroBatch.run`` does."""
         self._take_optimizer()
         if self._graphs.given_up:
-            return micro.run(micro.batch)
+            return go(micro)
         constants = None
         if micro.ends and self._optimizer is not None:
-            self._optimizer.prepare()
-            constants = self._optimizer.constants()
-            self._constants.add(constants)
-            if len(self._constants) > MAX_CONSTANTS:
-                constants = None
-                self._leave_optimizer_out("its hyperparameters change all the time, and its kernels take them by value")
+            if self._of._optimizer_step_pre_hooks or self._of._optimizer_step_post_hooks:
+                self._leave_optimizer_out("a hook on its step runs on the host")
+            else:
+                self._optimizer.prepare()
+                constants = self._optimizer.constants()
+                self._constants.add(constants)
+                if len(self._constants) > MAX_CONSTANTS:
+                    constants = None
+                    self._leave_optimizer_out(
+                        "its hyperparameters change all the time, and its kernels take them by value"
+                    )
+            if self._graphs.given_up:
+                return go(micro)
         optimizer = self._optimizer if micro.ends else None
+        calls = _Calls(self, micro, optimizer)
         try:
-            outputs = self._graphed(micro, optimizer, constants)
-        except CannotCapture as error:
-            if self._called:  # nothing was executed: only the loop's counters have moved
-                micro.uncount()
-            # A capture may have ended in the middle of a forward.
-            settle_shards(self._module, gradients=self._called or self._unreduced is None)
-            if self._called and self._unreduced is not None:
-                self._unreduced.attach(empty=micro.begins)
-            if isinstance(error, NotYet):
-                return self.run(micro)
-            self._graphs.refuse(str(error))
-            if optimizer is not None and not isinstance(error, StateChanges):
-                self._leave_optimizer_out(str(error))
-                return self.run(micro)
+            outputs = self._graphed(calls, constants)
+        except NotRun as error:  # nothing was executed: only the loop's counters have moved
+            micro.uncount()
+            self._clear_after_capture(micro)
+            self._program.notes.append(f"cuda_graph: {error}; training_step was called a second time on this batch")
+            if isinstance(error, CaptureFailed):
+                self._give_up_after(error, optimizer)
+            return self.run(micro, go)
+        except StateChanges as error:
+            settle_shards(self._module, gradients=self._unreduced is None)
             self._stop(str(error))
-            return micro.run(micro.batch)
+            return go(micro)
         if micro.ends and optimizer is None:
-            again: list[Any] = []
-            with self._loop.around_training_step(again.append, lambda _: None):
-                outputs = micro.optimize(outputs)
-            if again:
+            given = outputs
+            outputs = micro.optimize(outputs)
+            if outputs.get("loss") is not given.get("loss"):
                 self._stop(f"{type(self._of).__name__} evaluates the loss several times in a step")
         return outputs if outputs.get("loss") is not None else {}  # a step that returned None is skipped
 
-    def _graphed(self, micro: MicroBatch, optimizer: GraphedStep | None, constants: Hashable) -> dict[str, Any]:
-        """Run ``micro``, with the step of ``optimizer`` where there is one, from a graph or without."""
-        whole = optimizer is not None
-        self._called, self._index = False, micro.index
-        for parameter, gradient in self._gradients.items() if self._graphs.unfit is None else ():
+    def _clear_after_capture(self, micro: MicroBatch) -> None:
+        """A capture may have ended in the middle of a forward, and its gradients lie in a graph's memory."""
+        settle_shards(self._module, gradients=True)
+        if self._unreduced is not None:
+            self._unreduced.attach(empty=micro.begins)
+        elif not self._gradients:
+            self._module.zero_grad(set_to_none=True)
+
+    def _give_up_after(self, error: NotRun, optimizer: GraphedStep | None) -> None:
+        """What becomes of capturing once it has failed: without the optimizer it may do, unless it failed before."""
+        self._graphs.refuse(str(error))
+        before = {"training_step", "backward"} & {frame.f_code.co_name for frame in _frames(error)}
+        if self._loop.anywhere(optimizer is None or bool(before)):
+            self._stop(str(error))
+        else:
+            self._leave_optimizer_out(str(error))
+
+    def _graphed(self, calls: _Calls, constants: Hashable) -> dict[str, Any]:
+        """Run a micro-batch, with the step of the optimizer where there is one, from a graph or without."""
+        graphs, micro, whole = self._graphs, calls.micro, calls.optimizer is not None
+        self._index = micro.index
+        for parameter, gradient in self._gradients.items() if graphs.unfit is None else ():
             if parameter.grad is not gradient:  # a validation sets them to None
                 parameter.grad = gradient
-        captures, replays = self._graphs.captures, self._graphs.replays
-        run = self._graphs.run if self._graphs.settled else collected_later()(self._graphs.run)
-        outputs, logged, kept = run(
+        run = graphs.run if graphs.settled else collected_later()(graphs.run)
+        captures = graphs.captures
+        outputs, logged = run(
             # A graph stays as it was captured: what loop and optimizer take by value is part of its key.
             (micro.begins, whole, constants, self._loop.constants(), torch.is_grad_enabled()),
             micro.batch,
-            lambda batch: self._step(micro, optimizer, batch),
+            calls,
             name="whole step" if whole else "forward and backward",
-            before_replay=(lambda: None) if optimizer is None else optimizer.count,
-            observe=lambda: self._observe(micro),
-            after_capture=lambda: optimizer_state(self._loop.optimizers[0]) if whole else HostState(),
-            held=() if self._unreduced is None or micro.begins else self._unreduced.kept,
         )
-        if self._unreduced is not None and self._graphs.unfit is None:
+        if self._unreduced is not None and graphs.unfit is None:
             self._unreduced.attach(empty=micro.ends)
-        if not self._called:
+        alone = whole and micro.begins
+        if not calls.called:
+            if self._left_over and alone:
+                self._module.zero_grad(set_to_none=True)
+            self._left_over = False
             micro.count(whole=whole)
-        elif not (whole and micro.begins) and self._unreduced is None:
+        elif not alone and self._unreduced is None:
             if not self._gradients:
                 self._gradients = {parameter: parameter.grad for parameter in self._module.parameters()}
                 if any(one is not None and one.layout is not torch.strided for one in self._gradients.values()):
-                    self._graphs.unfit, self._gradients = StateChanges("sparse gradients differ in size"), {}
-        elif self._graphs.captures > captures:
+                    graphs.unfit, self._gradients = StateChanges("sparse gradients differ in size"), {}
+        elif graphs.captures > captures:
             # They lie in the graphs' memory, which every graph uses for something else.
             self._module.zero_grad(set_to_none=True)
-        self.gradients = kept() if kept is not None and self._graphs.replays > replays else None
+        else:
+            self._left_over = alone
         self._loop.write_logs(logged)
         return outputs
-
-    def _step(
-        self, micro: MicroBatch, optimizer: GraphedStep | None, batch: Any
-    ) -> tuple[dict[str, Any], list[Any], Callable[[], list[Tensor]] | None]:
-        """What a graph holds: the results of ``micro`` on ``batch``, what it logged, and sampled gradients, which every
-        replay fills anew; as a function, so that nobody copies them at each step."""
-        self._called = True
-        if self._unreduced is not None:  # each time: what runs for a comparison uses them up
-            self._unreduced.attach(empty=micro.begins)
-            self._module.zero_grad(set_to_none=True)  # shards get theirs from the last micro-batch alone
-        gradients = [gradient for gradient in self._gradients.values() if gradient is not None]
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            torch._foreach_zero_(gradients)
-
-        nothing = contextlib.nullcontext()
-        capturable = nothing if optimizer is None else optimizer.capturable()
-        zeroing = mock.patch.object(self._of, "zero_grad", zero_grad) if gradients else nothing
-        all_reached = self._unreduced is not None or (optimizer is not None and micro.begins)
-        reaching = nothing if all_reached else self._reaching(micro)
-        with self._loop.recording_logs() as logged, capturable, zeroing, reaching:
-            if optimizer is None:
-                outputs = micro.forward_backward(batch)
-                if self._unreduced is not None and not micro.ends and not self._unreduced.keep():
-                    self._graphs.unfit = StateChanges(UNLIKE)
-                return outputs, logged, None
-            if self._of._optimizer_step_pre_hooks or self._of._optimizer_step_post_hooks:
-                raise CannotCapture("a hook on its step runs on the host")
-            outputs = micro.run(batch)
-            sample = [parameter.grad.clone() for parameter in self.sample if parameter.grad is not None]
-            return outputs, logged, (lambda: sample) if len(sample) == len(self.sample) else None
-
-    def _observe(self, micro: MicroBatch) -> Observation:
-        """What ``training_step`` reads on the host; its batch index only where it makes use of it."""
-        try:
-            return self._observed(micro, Unused())
-        except Used:
-            state, problems = self._observed(micro, micro.index)
-        state.add(Value("batch_idx", lambda: self._index, self._index, type(self._module).__name__ + ".training_step"))
-        return Observation(state, problems)
-
-    def _observed(self, micro: MicroBatch, index: Any) -> Observation:
-        """What the forward of ``micro`` reads on the host: it runs once in eager, and all is put back.
-
-        Compiled code calls no Python either, so that eager code tells what it depends on. Where memory is short, the
-        forward runs without gradients. Raises Used where it makes use of ``index``.
-        """
-        loop = self._loop
-        if problems := list(_hooks(self._module)):
-            return Observation(HostState(), problems)
-        for gradients in (contextlib.nullcontext(), torch.no_grad())[: 2 if loop.world_size == 1 else 1]:
-            recorder = HostRecorder(loop.device, loop.unreadable())
-            try:
-                snapshot = loop.snapshot(micro.batch)
-            except torch.OutOfMemoryError:
-                loop.anywhere(True)  # the others ask what is lost
-                return Observation(HostState(), ["could not be observed: no memory for a copy of the weights"])
-            if (lost := snapshot.lost) is not None:
-                return Observation(HostState(), [lost])
-            try:
-                with eager(self._program), as_capturing(), gradients, recorder.recording(self._module):
-                    with loop.recording_logs() as logged:
-                        returned = micro.forward(micro.batch, index)
-                    values = pytree.tree_leaves((returned, [value for _, value in logged]))
-                    if any(type(one) is Unused for one in values):
-                        raise Used
-            except torch.OutOfMemoryError:
-                problems = ["could not be observed: out of memory"]
-                continue
-            except Unrepeatable:  # held by a class, before the forward began: a problem by then
-                pass
-            except Exception as error:
-                return Observation(recorder.state(), [f"could not be observed: {one_line(error)}"])
-            finally:
-                snapshot.restore()
-            return Observation(recorder.state(), list(recorder.problems))
-        return Observation(HostState(), problems)
 
     def _leave_optimizer_out(self, reason: str) -> None:
         self._graphs.refuse(f"the optimizer runs after each graph: {reason}")
@@ -257,12 +233,12 @@ class StepCapture:
 
     def _stop(self, reason: str) -> None:
         self._graphs.refuse(reason)
-        self._program.eager_parts["step"] = reason
+        self._program.given_up["step"] = reason
         self._graphs.given_up = True
         self._graphs.forget()
 
     @contextlib.contextmanager
-    def _reaching(self, micro: MicroBatch) -> Iterator[None]:
+    def reaching(self, micro: MicroBatch) -> Iterator[None]:
         """Gradients lie in the same tensors in all steps, and are zeroed there. Eager has none where no batch of a
         step reaches a weight, and leaves it out of the update: capture is given up where they reach others."""
         reached: set[Tensor] = set()
@@ -281,6 +257,129 @@ class StepCapture:
                 weight.grad = None  # what was zeroed, no batch of this step has added to
 
 
+class _Calls:
+    """One micro-batch, with the step of ``optimizer`` where there is one; see ``StepCalls``."""
+
+    def __init__(self, of: StepCapture, micro: MicroBatch, optimizer: GraphedStep | None) -> None:
+        self._of, self.micro, self.optimizer = of, micro, optimizer
+        self.called = False
+        """Whether the step was called in Python."""
+
+    def run(self, batch: Any) -> tuple[dict[str, Any], list[Any]]:
+        """The results of the micro-batch; and what it logged where nothing of it is executed now."""
+        capturing = batch is not self.micro.batch
+        logging = self._of._loop.recording_logs() if capturing else contextlib.nullcontext([])
+        with self._prepared(), logging as logged:
+            outputs = self._optimized(self.micro.forward_backward(batch))
+        return outputs, logged
+
+    def observe(self, batch: Any) -> tuple[Any, Observation]:
+        """Forward and backward are recorded, in eager: what is compiled calls no Python either. The batch index counts
+        only where the step makes use of it."""
+        of, module = self._of, self._of._module
+        if problems := list(_hooks(module)):
+            return self.run(batch), Observation(HostState(), problems)
+        recorder = HostRecorder(of._loop.device, of._loop.unreadable())
+        arguments: Any = self.micro.arguments
+        watch = IndexWatch(self.micro.index) if BATCH_INDEX in arguments else None
+        outputs: dict[str, Any] = {}
+        try:
+            if watch is not None:
+                arguments[BATCH_INDEX] = watch.index
+            with (
+                self._prepared(),
+                eager(of._program),
+                torch.compiler.set_stance("force_eager"),
+                as_capturing(),
+                # Else a backward runs on a thread of its own, where nobody sees what its functions read.
+                torch.autograd.set_multithreading_enabled(False),
+            ):
+                with _logging_unseen(module, recorder), recorder.recording(module, watch):
+                    outputs = self.micro.forward_backward(batch)
+                outputs = self._optimized(outputs)
+        finally:
+            if watch is not None:
+                arguments[BATCH_INDEX] = self.micro.index
+                watch.close()
+        state = recorder.state()
+        if watch is not None and watch.used is not None:
+            state.add(Value(BATCH_INDEX, lambda: of._index, self.micro.index, watch.used))
+        return (outputs, []), Observation(state, list(recorder.problems), recorder.changed())
+
+    @contextlib.contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """What the step finds, however it runs."""
+        of, micro = self._of, self.micro
+        self.called = True
+        if of._unreduced is not None:
+            of._unreduced.attach(empty=micro.begins)
+            of._module.zero_grad(set_to_none=True)  # shards get theirs from the last micro-batch alone
+        gradients = [gradient for gradient in of._gradients.values() if gradient is not None]
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            torch._foreach_zero_(gradients)
+
+        nothing = contextlib.nullcontext()
+        zeroing = mock.patch.object(of._of, "zero_grad", zero_grad) if gradients else nothing
+        all_reached = of._unreduced is not None or (self.optimizer is not None and micro.begins)
+        with zeroing, nothing if all_reached else of.reaching(micro):
+            yield
+
+    def _optimized(self, outputs: dict[str, Any]) -> dict[str, Any]:
+        """After forward and backward: clipping and the optimizer, where they are part of the step."""
+        unreduced = self._of._unreduced
+        if self.optimizer is not None:
+            with self.optimizer.capturable():  # the user's code sees the optimizer as it is without
+                return self.micro.optimize(outputs)
+        if unreduced is not None and not self.micro.ends and not unreduced.keep():
+            self._of._graphs.unfit = StateChanges(UNLIKE)
+        return outputs
+
+    def before_replay(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.count()
+
+    def after_capture(self) -> HostState:
+        return HostState() if self.optimizer is None else optimizer_state(self._of._of)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        of, module = self._of, self._of._module
+        named_weights = dict(module.named_parameters())
+        names = {id(one): name for name, one in named_weights.items()}
+        kept = {} if of._unreduced is None else dict(enumerate(of._unreduced.kept))
+        return {
+            "weight": dict(named_weights),
+            "buffer": dict(module.named_buffers()),
+            "optimizer": {}
+            if self.optimizer is None
+            else {
+                f"{names.get(id(parameter), '?')}.{name}": value
+                for parameter, state in of._of.state.items()
+                for name, value in state.items()
+                if isinstance(value, Tensor) and value.device == of._loop.device
+            },
+            "accumulated gradient": {
+                **{names.get(id(one), "?"): value for one, value in of._gradients.items() if value is not None},
+                **{str(place): value for place, value in kept.items()},
+            },
+        }
+
+    def scalars(self) -> Sequence[Tensor]:
+        return [] if self.optimizer is None else self.optimizer.scalars()
+
+    def left(self, results: Any) -> Left:
+        outputs, _ = results
+        gradients: Mapping[str, Tensor] = {}
+        if self.optimizer is not None and self.micro.begins and not self._of._gradients:
+            named_weights = self._of._module.named_parameters()
+            gradients = {name: one.grad for name, one in named_weights if one.grad is not None}
+        return {**tensors_of(outputs), "gradient": gradients}
+
+    def is_plain(self) -> bool:
+        program = self._of._program
+        return not program.compiled_beside_regions and all(one.state == "failed" for one in program.regions)
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:
     """The tensors that a captured step of ``optimizer`` works on, its hooks and its parameters."""
     states = [
@@ -293,8 +392,55 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:
     return HostState(states, [(each, "the optimizer's state", entries_of(each)) for each in held])
 
 
+class _Parts(CompiledParts):
+    """The regions of ``program``, and the step of the optimizer that graphs hold."""
+
+    def __init__(self, program: Program, optimizer: Callable[[], GraphedStep | None]) -> None:
+        self._program, self._optimizer = program, optimizer
+        self._before: set[int] = set()
+
+    def ready(self) -> bool:
+        optimizer = self._optimizer()
+        regions = (one for one in self._program.regions if one.called)
+        return (optimizer is None or optimizer.ready) and all(one.state in ("compiled", "failed") for one in regions)
+
+    def due(self) -> bool:
+        return bool(self._due())
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        checking = self._program.checking
+        before, checking.audited = checking.audited, True  # no step compares twice
+        try:
+            yield
+        finally:
+            checking.audited = before
+
+    def begin(self) -> None:
+        self._before = self._due()
+
+    def steady(self) -> bool:
+        return not any(one.ran_eager for one in self._program.regions) and self._due() <= self._before
+
+    def _due(self) -> set[int]:
+        checking = self._program.checking
+        kinds = [one for one in self._program.kinds.values() if one.failure is None]
+        return {
+            id(proof)
+            for kind in kinds
+            for proof in kind.proofs.values()
+            if proof.due and kind.may_audit(proof, checking)
+        }
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step evaluates the loss itself, as often as it likes (LBFGS)."""
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def _hooks(module: nn.Module) -> Iterator[str]:
-    """Hooks that run on the host in a backward, where nothing observes them."""
+    """Hooks that run on the host in a backward, as often as a step runs in Python."""
     for path, submodule in module.named_modules():
         if submodule._backward_hooks or submodule._backward_pre_hooks:
             yield f"a backward hook on {path or 'the module'} runs on the host"
@@ -303,30 +449,30 @@ def _hooks(module: nn.Module) -> Iterator[str]:
             yield f"a hook on the parameter {path} runs on the host"
 
 
-class Used(BaseException):
-    """A step made use of what ``Unused`` stands for. No Exception: a step may catch those."""
+def _frames(error: BaseException) -> Iterator[Any]:
+    trace = root_of(error).__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
 
 
-class Unused:
-    """Stands for a number that a step is given; any use of it raises ``Used``."""
+@contextlib.contextmanager
+def _logging_unseen(module: nn.Module, recorder: HostRecorder) -> Iterator[None]:
+    """Inside, what ``module`` logs is logged as ever, and what that reads is not the step's."""
 
-    def __getattribute__(self, name: str) -> Any:
-        """Nothing is there, not even a class for ``isinstance``; but FSDP2 looks for tensors in what it hands on."""
-        if name == "__class__":
-            asking: Any = sys._getframe(1)
-            if asking.f_code is dataclasses.is_dataclass.__code__:  # as torch asks from 2.15 on
-                asking = asking.f_back
-            if asking.f_code.co_filename.startswith(_TORCH):
-                return Unused
-        raise Used
+    def unseen(log: Callable[..., Any]) -> Callable[..., Any]:
+        def logs(*arguments: Any, **named: Any) -> Any:
+            with recorder.quiet():
+                return log(*arguments, **named)
 
+        return logs
 
-def _use(*_: Any) -> Any:
-    raise Used
-
-
-_DUNDERS = """bool index int float complex eq ne lt le gt ge hash repr str format len iter contains getitem call add
-radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow neg pos abs and rand or ror
-xor rxor lshift rlshift rshift rrshift invert round trunc floor ceil reduce_ex"""
-for _name in _DUNDERS.split():
-    setattr(Unused, f"__{_name}__", _use)
+    ours = {name: unseen(getattr(module, name)) for name in ("log", "log_dict") if hasattr(type(module), name)}
+    before = {name: vars(module)[name] for name in ours if name in vars(module)}
+    vars(module).update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del vars(module)[name]
+        vars(module).update(before)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.cuda_graph.state import CONTAINERS, PLAIN, Value, entries_of, named
-from strategies.errors import TORCH_AND_LIGHTNING, is_ours, origin_of
+from strategies.errors import TORCH_AND_LIGHTNING, is_ours, origin_of, users_line
 
 MAX_ENTRIES = 100_000
 """Longest container that is compared before every step."""
@@ -53,10 +53,6 @@ OBSERVED_OF_TORCH = (
 """Torch's classes whose attributes decide what a step computes, or lead to objects that do."""
 
 
-class Unrepeatable(BaseException):
-    """A call is about to use up an iterator, or to draw on the host. No Exception: the call may catch those."""
-
-
 class HostValues:
     """Values that were reached, each once, with the names by which a reader would find them.
 
@@ -69,9 +65,12 @@ class HostValues:
         self._device, self._problem_types = device, problem_types
         self._contents: dict[int, tuple[Any, str, Any]] = {}
         self._tensors: dict[int, tuple[Tensor, str]] = {}
+        self._versions: dict[int, int] = {}
         self._values: dict[tuple[int, str], Value] = {}
         self._labels: dict[int, str] = {}
         self._kept: list[Any] = []
+        self._methods: dict[types.CodeType, types.FunctionType] = {}
+        """Of classes that were reached; what they lead to counts once they are called."""
         self._busy = 0
         self._undo = contextlib.ExitStack()
         self._patched: set[type] = set()
@@ -86,7 +85,7 @@ class HostValues:
             return
         for kind, reason in self._problem_types.items():
             if isinstance(value, kind):
-                self._problem(f"uses {label}, {reason} ({self._line()})")
+                self._problem(f"uses {label}, {reason} ({users_line()})")
                 return
         if isinstance(value, Tensor):
             self._label(value, label)
@@ -110,14 +109,13 @@ class HostValues:
             # One on a device advances within a graph, or its capture fails.
             if not isinstance(value, torch.Generator) or value.device.type == "cpu":
                 self._problem(f"draws random numbers on the host from {label}: draw them on the device")
-                raise Unrepeatable
         elif isinstance(value, numpy.ndarray):
             self._label(value, label)
             self._compare_numbers(label, value.nbytes, value.tobytes)
         elif isinstance(value, contextvars.ContextVar):
             self._label(value, label)
             read = functools.partial(value.get, None)
-            self._values[id(value), label] = Value(label, read, read(), self._line())
+            self._values[id(value), label] = Value(label, read, read(), users_line())
             self._reach(read(), label)
         elif isinstance(value, type):
             self._reach_class(value)
@@ -131,6 +129,7 @@ class HostValues:
         if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             return
         self._tensors[id(tensor)] = (tensor, label)
+        self._versions[id(tensor)] = tensor._version if not tensor.is_inference() else 0
         if tensor.device.type not in (self._device.type, "meta"):
             self._compare_numbers(
                 label, tensor.nbytes, lambda: tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -139,10 +138,10 @@ class HostValues:
     def _compare_numbers(self, label: str, size: int, read: Any) -> None:
         if size > MAX_BYTES:
             self._problem(
-                f"reads {label}, {size / 2**20:.0f} MiB on the host: register it as a buffer ({self._line()})"
+                f"reads {label}, {size / 2**20:.0f} MiB on the host: register it as a buffer ({users_line()})"
             )
         else:
-            self._values[id(read), label] = Value(f"the numbers in {label}", read, read(), self._line())
+            self._values[id(read), label] = Value(f"the numbers in {label}", read, read(), users_line())
 
     def _reach_container(self, value: Any, label: str) -> None:
         self._label(value, label)
@@ -183,8 +182,8 @@ class HostValues:
                 if isinstance(value, types.FunctionType | types.MethodType):
                     self._reach(value, label)
             elif (id(cell), label) not in self._values:
-                read, put = (functools.partial(do, cell, "cell_contents") for do in (getattr, setattr))
-                self._values[id(cell), label] = Value(label, read, value, where, put)
+                read = functools.partial(getattr, cell, "cell_contents")
+                self._values[id(cell), label] = Value(label, read, value, where)
                 self._kept.append(cell)
                 self._reach(value, label)
 
@@ -200,7 +199,7 @@ class HostValues:
             if type(part) is dict and part is not vars(function)
         )
         if len(entries) != function.cache_info().currsize or len(entries) > MAX_ENTRIES:
-            self._problem(f"reads {label} ({self._line()}), of {len(entries):,} stored results, too many to compare")
+            self._problem(f"reads {label} ({users_line()}), of {len(entries):,} stored results, too many to compare")
             return
         unlimited = function.cache_parameters()["maxsize"] is None
         for result in [*entries.values()] if unlimited else parts[:place]:
@@ -210,7 +209,7 @@ class HostValues:
         def read() -> list[int]:
             return [*map(id, entries.values())]
 
-        self._values[id(function), label] = Value(f"what {label} has stored", read, read(), self._line())
+        self._values[id(function), label] = Value(f"what {label} has stored", read, read(), users_line())
 
     def _reach_class(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -221,6 +220,15 @@ class HostValues:
                         self._expect(vars(base), name, value, f"{base.__qualname__}.", base)
                         if not isinstance(value, types.FunctionType | type):
                             self._reach(value, f"{base.__qualname__}.{name}")
+                    self._register(value)
+
+    def _register(self, method: Any) -> None:
+        if isinstance(method, property):
+            method = method.fget
+        function = getattr(method, "__func__", method)
+        while isinstance(function, types.FunctionType) and function.__code__ not in self._methods:
+            self._methods[function.__code__] = function
+            function = getattr(function, "__wrapped__", None)
 
     def _reach_module(self, module: types.ModuleType) -> None:
         file = getattr(module, "__file__", None)
@@ -244,10 +252,8 @@ class HostValues:
             else:
                 kind = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
                 self._problem(
-                    f"reads {label} ({self._line()}), of type {kind}, whose state nothing could compare later"
+                    f"reads {label} ({users_line()}), of type {kind}, whose state nothing could compare later"
                 )
-                if hasattr(cls, "__next__"):
-                    raise Unrepeatable
 
     def _is_harmless(self, cls: type) -> bool:
         """Whether what objects of ``cls`` hold decides nothing: torch's small types, and ours around regions."""
@@ -257,7 +263,7 @@ class HostValues:
         return cls.__module__.startswith("_cython") or (file is not None and is_ours(file))
 
     @contextlib.contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def quiet(self) -> Iterator[None]:
         self._busy += 1
         try:
             yield
@@ -273,7 +279,7 @@ class HostValues:
         key = id(owner), name
         if key not in self._values:
             self._kept.append(owner)
-            self._values[key] = named(mapping, name, value, label, self._line(), owner)
+            self._values[key] = named(mapping, name, value, label, users_line())
 
     def _problem(self, reason: str) -> None:
         self.problems.setdefault(reason)
@@ -281,15 +287,6 @@ class HostValues:
     def _is_library(self, cls: type) -> bool:
         top = top_of(cls)
         return top in TORCH_AND_LIGHTNING or top in sys.stdlib_module_names
-
-    def _line(self) -> str:
-        """File and line of the nearest code that is neither torch's nor the standard library's."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if origin_of(frame.f_code.co_filename) == "other":
-                return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
 
 
 def top_of(cls: type) -> str:

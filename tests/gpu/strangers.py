@@ -128,7 +128,6 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "steps_per_second": None if median is None else round(1 / median, 2),
         "compile_seconds": record.compile_seconds,
-        "preflight_seconds": record.preflight_seconds,
         "warmup_seconds": record.warmup_seconds,
         "compiled_graphs": record.graphs,
         "graph_breaks": record.graph_breaks,
@@ -137,7 +136,7 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
         "replayed": captured.get("replayed_steps"),
         "refused": captured.get("refused", []),
         "parity": record.report.get("parity", {}).get("verdict"),
-        "replay_parity": captured.get("parity", {}).get("verdict"),
+        "captured_parity": captured.get("parity", {}).get("verdict"),
         "chosen": [facts["name"] for facts in record.chosen_strategies or []],
         "first_loss": float(losses[0]),
         "loss": float(losses[-1]),

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from strategies.base import CannotCapture
+from strategies.compare import SINGLE, TF32, UNITS
 from strategies.cuda_graph.capture import (
     MAX_CHANGES,
     MAX_OBSERVATIONS,
-    CannotCapture,
-    NotYet,
+    MAX_RECORDS,
+    MAX_WAIT,
+    CaptureFailed,
+    NotRun,
     Observation,
     StateChanges,
     StepGraphs,
 )
+from strategies.cuda_graph.repeat import Repeating
 from strategies.cuda_graph.state import HostState, named
 from tests.trainer.recording import RecordingEngine
 
@@ -44,30 +51,70 @@ def engine() -> Failing:
 
 
 class Host:
-    """What a step reads on the host."""
+    """What a step reads on the host, and how often it is called."""
 
     def __init__(self) -> None:
-        self.factor, self.observations, self.problems = 2.0, 0, list[str]()
-
-    def observe(self) -> Observation:
-        self.observations += 1
-        return Observation(HostState([named(vars(self), "factor", self.factor, "")]), self.problems)
+        self.factor, self.problems = 2.0, list[str]()
+        self.calls = self.observations = 0
 
 
-def multiplied(graphs: StepGraphs, rows: int, host: Host, *, kind: str = "step") -> Tensor:
-    result: Tensor = graphs.run(
-        kind,
-        torch.full((rows,), 2.0),
-        lambda x_B: x_B * host.factor,
-        name="step",
-        before_replay=lambda: None,
-        observe=host.observe,
-    )
-    return result
+class Multiplies:
+    """A step: adds the batch times the factor to its state; see ``StepCalls``."""
+
+    def __init__(self, host: Host, weight: Tensor | None = None) -> None:
+        self._host = host
+        self._weight = torch.zeros(()) if weight is None else weight
+
+    def run(self, batch: Any) -> Any:
+        self._host.calls += 1
+        self._weight += batch.sum() * self._host.factor
+        return {"loss": batch * self._host.factor}
+
+    def observe(self, batch: Any) -> tuple[Any, Observation]:
+        self._host.observations += 1
+        state = HostState([named(vars(self._host), "factor", self._host.factor, "")])
+        return self.run(batch), Observation(state, self._host.problems)
+
+    def before_replay(self) -> None: ...
+
+    def after_capture(self) -> HostState:
+        return HostState()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return {"weight": {"weight": self._weight}}
+
+    def scalars(self) -> Sequence[Tensor]:
+        return []
+
+    def left(self, results: Any) -> dict[str, dict[str, Tensor]]:
+        return {"loss": {"loss": results["loss"]}}
+
+    def is_plain(self) -> bool:
+        return True
+
+
+def multiplied(
+    graphs: StepGraphs, rows: int, host: Host, *, kind: str = "step", weight: Tensor | None = None, value: float = 2.0
+) -> Tensor:
+    """Runs until it is done; what a hook does around it is left out."""
+    while True:
+        try:
+            results = graphs.run(kind, torch.full((rows,), value), Multiplies(host, weight), name="step")
+        except CaptureFailed:
+            raise
+        except NotRun:
+            continue
+        loss: Tensor = results["loss"]
+        return loss
 
 
 def doubled(graphs: StepGraphs, rows: int, *, kind: str = "step") -> Tensor:
     return multiplied(graphs, rows, Host(), kind=kind)
+
+
+def compared(graphs: StepGraphs, mode: str = "on") -> Repeating:
+    graphs.repeating = Repeating(torch.device("cpu"), mode, random=graphs.random)
+    return graphs.repeating
 
 
 def test_every_shape_runs_before_its_capture(engine: Failing) -> None:
@@ -77,37 +124,13 @@ def test_every_shape_runs_before_its_capture(engine: Failing) -> None:
     assert (graphs.eager_count, graphs.captures) == (4, 2), "once before it is observed, and once while it is"
 
 
-def test_once_all_shapes_are_warmed_only_the_first_of_a_kind_does(engine: Failing) -> None:
-    graphs = StepGraphs(engine)
-    graphs.warmed = True
-    for rows in (4, 3, 2, 4):
-        assert doubled(graphs, rows).tolist() == [4.0] * rows
-    assert (graphs.eager_count, graphs.captures) == (1, 3)
-    doubled(graphs, 2, kind="another step")
-    assert graphs.eager_count == 2
-
-
-def test_a_warmed_shape_that_cannot_be_captured_at_once_runs_and_is_tried_again(engine: Failing) -> None:
-    graphs = StepGraphs(engine)
-    graphs.warmed = True
-    doubled(graphs, 4)
-    engine.failures = 1
-    with pytest.raises(NotYet):
-        doubled(graphs, 3)
-    for _ in range(2):
-        assert doubled(graphs, 3).tolist() == [4.0] * 3
-    assert (graphs.eager_count, graphs.captures) == (2, 1)
-
-
 def test_what_fails_after_it_has_run_is_not_tried_again(engine: Failing) -> None:
     graphs = StepGraphs(engine)
     for _ in range(2):
         doubled(graphs, 4)
     engine.failures = 1
-    with pytest.raises(CannotCapture) as raised:
+    with pytest.raises(CaptureFailed, match="not permitted"):
         doubled(graphs, 4)
-    assert not isinstance(raised.value, NotYet)
-    assert "not permitted" in str(raised.value)
     for _ in range(2):
         assert doubled(graphs, 4).tolist() == [4.0] * 4
     assert (graphs.eager_count, graphs.captures) == (4, 0)
@@ -189,28 +212,30 @@ class Counted:
             raise RuntimeError("operation not permitted when stream is capturing")
         return (lambda: None), call()
 
+    @contextmanager
+    def watching(self) -> Iterator[list[str]]:
+        yield []
 
-class Again:
-    """Asks for a comparison of every graph."""
+    def random_state(self) -> None: ...
 
-    facts: ClassVar[dict[str, Any]] = {}
-
-    def wants(self, name: str) -> bool:
-        return True
-
-    def reference(self, run: Callable[[], Any], batch: Any) -> None:
-        run()
-
-    def compare(self, results: Any) -> None: ...
+    def set_random_state(self, state: None) -> None: ...
 
 
-def together(rows: list[list[int]], hosts: list[Host], engines: list[Counted]) -> list[tuple[StepGraphs, list[str]]]:
+def together(
+    rows: list[list[int]],
+    hosts: list[Host],
+    engines: list[Any],
+    calls: type[Multiplies] = Multiplies,
+    mode: str = "off",
+) -> list[tuple[StepGraphs, list[str]]]:
     """Run the steps of two processes side by side, each on its own thread; returns their graphs and errors."""
     wishes, barrier = [0, 0], threading.Barrier(2, timeout=200)
     found: list[tuple[StepGraphs, list[str]]] = []
     for engine in engines:
         found.append((StepGraphs(engine), []))
-        found[-1][0].verifier = Again()
+        found[-1][0].together = True
+        if mode != "off":
+            compared(found[-1][0], mode)
 
     def agree(rank: int, wish: int) -> int:
         wishes[rank] = wish
@@ -222,9 +247,10 @@ def together(rows: list[list[int]], hosts: list[Host], engines: list[Counted]) -
     def process(rank: int) -> None:
         graphs, errors = found[rank]
         graphs.agree = partial(agree, rank)
+        weight = torch.zeros(())
         for number in rows[rank]:
             try:
-                multiplied(graphs, number, hosts[rank])
+                graphs.run("step", torch.full((number,), 2.0), calls(hosts[rank], weight), name="step")
             except CannotCapture as error:
                 errors.append(f"{type(error).__name__}: {error}")
 
@@ -237,13 +263,24 @@ def together(rows: list[list[int]], hosts: list[Host], engines: list[Counted]) -
     return found
 
 
-def test_processes_capture_and_compare_at_the_same_step() -> None:
+def test_processes_capture_at_the_same_step() -> None:
     engines = [Counted(), Counted()]
     # The first process has seen shape 4 twice when the second one sees it for the first time.
     found = together([[4, 4, 4, 4, 4], [3, 4, 4, 4, 4]], [Host(), Host()], engines)
     assert [graphs.captures for graphs, _ in found] == [1, 1]
     assert [graphs.replays for graphs, _ in found] == [2, 2]
-    assert engines[0].eager_calls == engines[1].eager_calls == 4, "three steps and the reference of the fourth"
+    assert engines[0].eager_calls == engines[1].eager_calls == 3
+
+
+def test_processes_repeat_a_step_that_all_have_recorded() -> None:
+    hosts = [Host(), Host()]
+    engines = [RecordingEngine(nn.Linear(1, 1)), RecordingEngine(nn.Linear(1, 1))]
+    found = together([[4] * 8, [3, 4, 4, 4, 4, 4, 4, 4]], hosts, engines, mode="on")
+    for graphs, errors in found:
+        assert errors == []
+        assert [one.passed for one in graphs.audits] == [True]
+    assert found[0][0].replays == found[1][0].replays > 2
+    assert [host.calls + graphs.replays - 1 for host, (graphs, _) in zip(hosts, found, strict=True)] == [8, 8]
 
 
 def test_what_one_process_cannot_capture_is_refused_in_all() -> None:
@@ -263,10 +300,191 @@ def test_what_one_process_cannot_observe_runs_without_a_graph_in_all() -> None:
 
 
 def test_one_process_that_gives_up_ends_the_captures_of_all() -> None:
-    class Changing(Host):
-        def observe(self) -> Observation:
-            raise StateChanges("factor changes all the time")
+    hosts = [Host(), Host()]
 
-    found = together([[4] * 2, [4] * 2], [Host(), Changing()], [Counted(), Counted()])
+    class Changing(Multiplies):
+        def observe(self, batch: Any) -> tuple[Any, Observation]:
+            results = super().observe(batch)
+            if self._host is hosts[1]:
+                self._host.factor += 1
+            return results
+
+    steps = MAX_CHANGES + 3
+    found = together([[4] * steps, [4] * steps], hosts, [Counted(), Counted()], Changing)
     assert "another process" in found[0][1][0]
-    assert "all the time" in found[1][1][0]
+    assert "changes too often" in found[1][1][0]
+
+
+# ---- graphs beside steps that ran without them -----------------------------------------------------------------------
+
+
+class Faulty(RecordingEngine):
+    """Its replays leave 1% more than they should: those from ``begins`` to ``ends``."""
+
+    begins, ends = 0, 1000
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(nn.Linear(1, 1))
+        self._weight, self.count = weight, 0
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        replay, results = super().capture(call)
+
+        def wrong() -> None:
+            before = self._weight.clone()
+            replay()
+            if self.begins <= self.count < self.ends:
+                self._weight += 0.01 * (self._weight - before)
+            self.count += 1
+
+        return wrong, results
+
+
+def test_a_graph_repeats_a_recorded_step_before_it_trains_and_nothing_of_that_stays(engine: Failing) -> None:
+    graphs, host, weight = StepGraphs(engine), Host(), torch.tensor(1.0)
+    compared(graphs)
+    expected = 1.0
+    for step in range(10):
+        value = 0.1 * (step + 1)
+        multiplied(graphs, 4, host, weight=weight, value=value)
+        expected = float(torch.tensor(expected) + torch.full((4,), value).sum() * 2.0)
+        assert float(weight) == expected, step
+    assert (graphs.captures, graphs.replays, host.calls) == (1, 8, 3)
+    (audit,) = graphs.audits
+    assert (audit.passed, audit.largest, audit.first) == (True, None, True)
+    assert graphs.facts()["parity"]["verdict"] == "passed"
+
+
+def test_a_wrong_graph_trains_no_step_and_is_given_up() -> None:
+    host, weight = Host(), torch.tensor(1.0)
+    graphs = StepGraphs(Faulty(weight))
+    compared(graphs)
+    for _ in range(3):
+        multiplied(graphs, 4, host, weight=weight)
+    with pytest.raises(StateChanges, match="the replay of step on 4 is not the step without it: weight 'weight'"):
+        multiplied(graphs, 4, host, weight=weight)
+    # Three steps, the third of which was called for its graph and once more for real.
+    assert (float(weight), host.calls, graphs.replays) == (1.0 + 3 * 16.0, 4, 0)
+    assert graphs.facts()["parity"]["verdict"] == "failed"
+    assert [one.first for one in graphs.audits] == [True, False]
+
+
+def test_a_fault_of_one_replay_is_looked_at_again_and_forgotten() -> None:
+    host, weight = Host(), torch.tensor(1.0)
+    engine = Faulty(weight)
+    engine.ends = 2
+    graphs = StepGraphs(engine)
+    compared(graphs)
+    for step in range(1, 10):
+        multiplied(graphs, 4, host, weight=weight)
+        assert float(weight) == 1.0 + step * 16.0
+    assert [one.passed for one in graphs.audits] == [False, True]
+    assert graphs.replays > 4
+
+
+def test_an_audit_finds_what_goes_wrong_later_and_keeps_its_own_step() -> None:
+    host, weight = Host(), torch.tensor(1.0)
+    engine = Faulty(weight)
+    engine.begins = 6
+    graphs = StepGraphs(engine)
+    compared(graphs)
+    for _ in range(8):
+        multiplied(graphs, 4, host, weight=weight)
+    assert engine.count > 6
+    for _ in range(2):
+        before, calls = float(weight), host.calls
+        graphs.audit_next()
+        multiplied(graphs, 4, host, weight=weight)
+        assert (float(weight), host.calls) == (before + 16.0, calls + 1)
+        assert not graphs.settled
+    with pytest.raises(StateChanges, match="is not the step without it"):
+        multiplied(graphs, 4, host, weight=weight)
+
+
+def test_audits_go_from_graph_to_graph(engine: Failing) -> None:
+    graphs, hosts, weight = StepGraphs(engine), {4: Host(), 3: Host()}, torch.tensor(1.0)
+    compared(graphs)
+    for _ in range(10):
+        for rows, host in hosts.items():
+            multiplied(graphs, rows, host, weight=weight)
+    audited = []
+    for _ in range(4):
+        graphs.audit_next()
+        for rows in (4, 4, 3):
+            multiplied(graphs, rows, hosts[rows], weight=weight)
+        audited.append(graphs.audits[-1].name)
+    assert sorted(audited) == ["step on 3", "step on 3", "step on 4", "step on 4"]
+    assert all(one.passed for one in graphs.audits)
+
+
+@pytest.mark.parametrize(("mode", "count"), [("on", 1), ("strict", 2)])
+def test_each_graph_is_proven_with_strict_and_else_the_first(mode: str, count: int, engine: Failing) -> None:
+    graphs, hosts, weight = StepGraphs(engine), {4: Host(), 3: Host()}, torch.tensor(1.0)
+    compared(graphs, mode)
+    for _ in range(10):
+        for rows, host in hosts.items():
+            multiplied(graphs, rows, host, weight=weight)
+    assert graphs.captures == 2
+    assert [one.first for one in graphs.audits] == [True] * count
+
+
+def test_large_copies_lie_on_the_host_and_without_room_nothing_is_captured(engine: Failing) -> None:
+    for free, where in (((0.0, math.inf), "host"), ((math.inf, 0.0), "device")):
+        graphs, host, weight = StepGraphs(engine), Host(), torch.tensor(1.0)
+        compared(graphs).room = lambda device, free=free: free
+        for _ in range(6):
+            multiplied(graphs, 4, host, weight=weight)
+        parity = graphs.facts()["parity"]
+        assert (parity["verdict"], parity["copies_on"], float(weight)) == ("passed", where, 1.0 + 6 * 16.0)
+    graphs = StepGraphs(engine)
+    compared(graphs).room = lambda device: (0.0, 0.0)
+    for _ in range(2):
+        multiplied(graphs, 4, Host(), weight=torch.tensor(1.0))
+    with pytest.raises(StateChanges, match="parity=off captures steps uncompared"):
+        multiplied(graphs, 4, Host(), weight=torch.tensor(1.0))
+
+
+def test_a_recorded_step_whose_like_does_not_come_again_is_dropped(engine: Failing) -> None:
+    graphs, hosts, weight = StepGraphs(engine), {4: Host(), 3: Host()}, torch.tensor(1.0)
+    compared(graphs)
+    for _ in range(2):
+        multiplied(graphs, 4, hosts[4], weight=weight)
+    for _ in range(MAX_WAIT + 4):
+        multiplied(graphs, 3, hosts[3], weight=weight)
+    assert graphs.captures == 1
+    assert [one.name for one in graphs.audits] == ["step on 3"]
+    assert MAX_RECORDS > 1
+
+
+def test_what_no_capture_permits_is_seen_before_one_is_tried(engine: Failing) -> None:
+    class Reads(Multiplies):
+        def run(self, batch: Any) -> Any:
+            return super().run(batch * float(batch.sum()))
+
+    graphs, host = StepGraphs(engine), Host()
+    for _ in range(8):
+        graphs.run("step", torch.ones(4), Reads(host), name="step")
+    assert (graphs.captures, host.calls) == (0, 8), "nothing was called in vain"
+    assert graphs.refusals == ["operation not permitted when stream is capturing"]
+
+
+def test_steps_left_out_run_in_python_and_graphs_stay(engine: Failing) -> None:
+    graphs, host = StepGraphs(engine), Host()
+    for _ in range(4):
+        multiplied(graphs, 4, host)
+    calls, replays = host.calls, graphs.replays
+    with graphs.left_out():
+        multiplied(graphs, 4, host)
+    assert (host.calls, graphs.replays) == (calls + 1, replays)
+    multiplied(graphs, 4, host)
+    assert (host.calls, graphs.replays) == (calls + 1, replays + 1)
+
+
+@pytest.mark.parametrize("unit", [SINGLE, TF32, UNITS["16"], UNITS["bf16"]])
+def test_a_replay_that_is_one_percent_off_is_found_in_every_precision(unit: float) -> None:
+    host, weight = Host(), torch.ones(64)
+    graphs = StepGraphs(Faulty(weight))
+    graphs.repeating = Repeating(torch.device("cpu"), "on", unit, random=graphs.random)
+    for _ in range(3):
+        multiplied(graphs, 4, host, weight=weight)
+    assert [one.passed for one in graphs.audits] == [False, False]

@@ -12,9 +12,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer import habits
+from tests.trainer.capturing import Captured
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import Recorded
-from trainer.callback import Compile
 
 STEPS, STEPS_UNTIL_REFUSED = 64, 24
 
@@ -27,14 +27,14 @@ class Losses(L.Callback):
         self.seen.append(float(outputs["loss"]))
 
 
-def losses(name: str, folder: Path, compile_: Compile, *, accelerator: str = "cpu") -> list[float]:
+def losses(name: str, folder: Path, *others: L.Callback, accelerator: str = "cpu") -> list[float]:
     """Losses of ``STEPS`` steps of one habit; of fewer where capture is given up soon."""
     L.seed_everything(0, verbose=False)
     habits.SCALE, habits.SETTINGS["scale"], habits.Hyperparameters.scale = 1.0, 1.0, 1.0
     kind, reason = habits.HABITS[name]
     data = DataLoader(TensorDataset(torch.randn(48, 8), torch.randn(48, 1)), batch_size=2)
     watch = Losses()
-    callbacks = [watch, *([habits.CALLBACKS[name]()] if name in habits.CALLBACKS else []), compile_]
+    callbacks = [watch, *([habits.CALLBACKS[name]()] if name in habits.CALLBACKS else []), *others]
     trainer = quiet_trainer(
         callbacks=callbacks,
         default_root_dir=folder,
@@ -50,13 +50,16 @@ def losses(name: str, folder: Path, compile_: Compile, *, accelerator: str = "cp
 
 @pytest.mark.parametrize("name", list(habits.HABITS))
 def test_losses_are_eagers_step_by_step(name: str, tmp_path: Path) -> None:
-    compile_ = Compile([Recorded()])
-    captured = losses(name, tmp_path, compile_)
-    assert captured == pytest.approx(losses(name, tmp_path, Compile()), rel=1e-5)
-    report, (_, reason) = compile_.record.report["recorded"], habits.HABITS[name]
+    captured = Captured([Recorded()])
+    seen = losses(name, tmp_path, captured)
+    assert seen == pytest.approx(losses(name, tmp_path), rel=1e-5)
+    report, (_, reason) = captured.facts, habits.HABITS[name]
+    assert captured.program is not None
+    assert not any("second time" in note for note in captured.program.notes)
     if reason is None:
-        assert len(captured) == STEPS
+        assert len(seen) == STEPS
         assert report["refused"] == []
         assert report["replayed_steps"] > STEPS // 2
+        assert report["parity"]["verdict"] == "passed"
     else:
         assert any(reason in refusal for refusal in report["refused"]), report["refused"]

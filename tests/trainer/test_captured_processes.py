@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -13,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from strategies.cuda_graph.steps import Unused, Used
-from tests.processes import Pair, RanksFailed
+from tests.processes import Pair
+from tests.trainer.capturing import Captured
 from tests.trainer.lightning_modules import Losses, quiet_trainer
 from tests.trainer.recording import Recorded
-from trainer.callback import Compile
-from trainer.guards import preflight, slowdown
 from trainer.loops.fsdp2 import FSDP2
 
 pytestmark = pytest.mark.xdist_group("two_processes")
@@ -68,11 +65,13 @@ def train(strategies: list[Any], habit: str = "", **options: Any) -> tuple[list[
     world = options.get("devices", 1)
     if options.get("strategy") == "fsdp2":
         options["strategy"] = FSDP2()
-    compile_ = Compile(strategies, parity="strict", measure_peak=False, save=False, verbose=False)
-    trainer = quiet_trainer(max_steps=STEPS, max_epochs=-1, callbacks=[compile_, losses], **options)
+    captured = Captured(strategies) if strategies else None
+    trainer = quiet_trainer(
+        max_steps=STEPS, max_epochs=-1, callbacks=[losses, *([captured] if captured else [])], **options
+    )
     shapes: Any = DataLoader(Shapes(), batch_size=None)
     trainer.fit(module, shapes if habit else DataLoader(data, batch_size=8 // world))
-    facts = compile_.record.report.get("recorded", {})
+    facts = captured.facts if captured else {}
     return losses.values, facts, [parameter.detach() for parameter in module.parameters()]
 
 
@@ -128,24 +127,3 @@ def test_steps_that_are_captured_in_part_or_not_at_all_lose_no_gradient(pair: Pa
                 if accumulate > 1 or habit != "a weight without gradient":
                     assert REFUSED[habit] in str(with_graphs[1]["refused"]), with_graphs[1]
                 assert_alike(plain, with_graphs)
-
-
-def timed_in_vain() -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("eager on one rank")
-
-    slowdown.SHARE, slowdown.STEADY_STEPS = 10.0, 5
-    if os.environ["RANK"] == "1":
-        preflight.take_sample = fails  # type: ignore[attr-defined]
-    train([Recorded()], devices=2, strategy="ddp", log_every_n_steps=1)
-
-
-def test_timing_eager_beside_graphs_that_fails_on_one_rank_ends_all(pair: Pair) -> None:
-    with pytest.raises(RanksFailed, match="OutOfMemoryError: eager on one rank"):
-        pair(timed_in_vain, timeout_seconds=60.0)
-
-
-@pytest.mark.parametrize("question", [dataclasses.is_dataclass, bool, lambda one: isinstance(one, int)])
-def test_a_question_that_is_not_torchs_is_a_use(question: Any) -> None:
-    with pytest.raises(Used):
-        question(Unused())
