@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from strategies.base import Program, Stage
@@ -21,7 +19,6 @@ ATTRIBUTE = "_compiled_update"
 """Attribute of an optimizer that holds what stands in for its step."""
 MODES = ("default", "max-autotune-no-cudagraphs")
 INDUCTOR: dict[str, Any] = {
-    "size_asserts": False,
     # Inductor gives a buffer of its own to what is read more than once or is computed from a lot. Copying it to its
     # place is twice the memory traffic. Without one, the whole update of a tensor is one loop.
     # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/ir.py (StorageBox.should_realize_on_reuse)
@@ -35,10 +32,10 @@ INDUCTOR: dict[str, Any] = {
 class Optimizer(CompileOptions):
     """One kernel for each repeated block instead of a dozen passes over all tensors, compiled once for all blocks.
 
-    Adam, AdamW and SGD of ``torch.optim`` are computed by formulas over chunks of parameters, ``fused=True`` ones
-    included. Torch's others are compiled as they are written. Everybody else's run eager: what their steps do on the
-    host is not known. The record's report says which. ``param_groups`` and state dicts stay as they are without this
-    strategy.
+    Torch's own functions (``torch.optim.adam.adam`` and its like, for ``fused=True`` too) are compiled for chunks of
+    parameters. NAdam, ASGD, Adagrad and torch's newer ones are compiled as they are written, and everybody else's run
+    eager: what their steps do on the host is not known. The record's report says which. ``param_groups`` and state
+    dicts stay as they are without this strategy. A step runs compiled only after it did what torch's own does.
     """
 
     name: ClassVar[str] = "optimizer"
@@ -63,111 +60,97 @@ class Optimizer(CompileOptions):
             raise ValueError(f"compile.optimizer.dynamic={self.dynamic}: shapes of parameters do not change; use false")
 
     def begin(self, program: Program) -> None:
-        from strategies.optimizer.functional import formula_of
-        from strategies.optimizer.step import clip_inside, install
+        import torch
+
+        from strategies.optimizer.calls import Reader
+        from strategies.optimizer.step import install
 
         program.report.pop(self.name, None)  # of an earlier training of this program
         if not program.optimizers:
             program.notes.append("optimizer: the module has no optimizer, nothing is compiled")
         on_cuda = program.device is not None and program.device.type == "cuda"
         captured = on_cuda and any(strategy.captures_step for strategy in program.strategies)
+        eager = program.kept[self.name] = []
         for optimizer in program.optimizers:
             reason = reason_for_eager(optimizer, program)
-            if reason is None and captured and formula_of(optimizer) is None:
-                reason = "it is captured as it is; compiled as it is written, it would run after each graph"
+            if reason is None and Reader.of(optimizer) is None:
+                if captured:
+                    reason = "it is captured as it is; compiled as it is written, it would run after each graph"
+                elif any(one.dtype == torch.float64 for one in _parameters(optimizer)):
+                    reason = "compiled as it is written, it would compute its rates in single precision"
             if reason is not None:
-                self._runs_eager(program, f"{type(optimizer).__name__} runs eager: {reason}")
-                self._report(program, {"form": "eager", "tensors": None, "chunks": None, "graphs": None})
+                name = type(optimizer).__name__
+                program.notes.append(f"optimizer: {name} runs eager: {reason}")
+                program.given_up[self.name] = f"{name}: {reason}"
+                eager.append({"form": "eager", "tensors": None, "chunks": None, "graphs": None})
                 continue
             if on_cuda and not captured and any(group.get("fused") for group in optimizer.param_groups):
                 program.notes.append(
                     "optimizer: fused=True alone may be as fast: without cuda_graph, kernels are launched one by one"
                 )
-            install(optimizer, self.update_for(optimizer, program), after_first=partial(self._report, program))
-        if program.loop is not None:
-            program.kept[self.name] = program.loop.clip_with(clip_inside)
+            install(optimizer, self.update_for(optimizer, program))
+        self._report(program)
 
     def is_compiled(self, program: Program) -> bool:
-        forms = [update.form for update in self._updates(program)]
-        return self.name not in program.eager_parts or any(form != "eager" for form in forms)
-
-    @staticmethod
-    def _updates(program: Program) -> list[Update]:
-        return [update for optimizer in program.optimizers if (update := installed(optimizer)) is not None]
-
-    def aside(self, program: Program) -> contextlib.AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        for optimizer in program.optimizers:  # so that it is clipped as eager clips it
-            if (update := vars(optimizer).pop(ATTRIBUTE, None)) is not None:
-                stack.callback(setattr, optimizer, ATTRIBUTE, update)
-        return stack
-
-    def is_exact(self, program: Program) -> bool:
-        return all(update.exact for update in self._updates(program))
-
-    def gradient_scale(self, optimizer: Any, device: torch.device) -> Tensor | float:
-        update = installed(optimizer)
-        return 1.0 if update is None else update.scale_on(device)
-
-    def take(self, program: Program) -> Callable[[], None]:
-        """Steps are counted on the host, and the updates hold on to state tensors that may be gone after a restore."""
-        put_back = [update.take() for update in self._updates(program)]
-
-        def put_all_back() -> None:
-            for put in put_back:
-                put()
-
-        return put_all_back
+        return any(not update.reason for update in _updates(program)) or self.name not in program.given_up
 
     def end(self, program: Program) -> None:
-        program.kept.pop(self.name, lambda: None)()
         for optimizer in program.optimizers:
             vars(optimizer).pop(ATTRIBUTE, None)  # its own step continues from the state as it is
 
-    def update_for(
-        self, optimizer: torch.optim.Optimizer, program: Program, places: Mapping[Tensor, str] | None = None
-    ) -> Update:
-        """The compiled update of ``optimizer``; ``places`` as of ``places_of`` where ``program`` does not tell."""
+    def update_for(self, optimizer: torch.optim.Optimizer, program: Program) -> Update:
+        """The compiled update of ``optimizer``."""
         import torch
 
-        from strategies.optimizer.functional import FunctionalUpdate, formula_of
+        from strategies.optimizer.calls import Reader
+        from strategies.optimizer.functional import FunctionalUpdate
         from strategies.optimizer.step import GenericUpdate
 
-        arguments = self.compile_arguments()
-        formula = formula_of(optimizer)
-        if formula is None or _is_special(optimizer):
-            return GenericUpdate(
-                optimizer,
-                compiler=lambda function: torch.compile(function, **{**arguments, "dynamic": None}),
-                report=lambda line: self._runs_eager(program, line),
-            )
-        options = {
-            # The update compares what could change itself; guards would cost as much time as the kernels.
-            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-            **(INDUCTOR if self.needs_inductor else {}),
-            **arguments.get("options", {}),
+        def gave_up(reason: str) -> None:
+            program.given_up[self.name] = reason
+
+        # Dynamo makes inputs of numbers that change, where ``dynamic`` leaves that to it.
+        arguments: dict[str, Any] = {**self.compile_arguments(), "dynamic": None}
+        about: dict[str, Any] = {
+            "names": lambda: {id(parameter): name for name, parameter in program.module.named_parameters()},
+            "checking": program.checking,
+            "report": lambda line: program.notes.append(f"optimizer: {line}"),
+            "gave_up": gave_up,
+            "changed": lambda: self._report(program),
         }
+        reader = Reader.of(optimizer)
+        if reader is None or any(parameter.is_complex() for parameter in _parameters(optimizer)):
+            return GenericUpdate(optimizer, compiler=lambda function: torch.compile(function, **arguments), **about)
+        options = arguments.pop("options", None)
+
+        def compiler(function: Callable[..., None]) -> Callable[..., None]:
+            # A copy for each: torch takes entries out of the options that it is given.
+            return torch.compile(function, options=None if options is None else {**INDUCTOR, **options}, **arguments)
+
         return FunctionalUpdate(
             optimizer,
-            formula,
-            places=places_of(program) if places is None else places,
-            # A copy for each: torch takes guard_filter_fn out of the options that it is given.
-            compiler=lambda function: torch.compile(function, **{**arguments, "options": {**options}}),
+            reader,
+            places=places_of(program),
+            compiler=compiler,
+            **about,
         )
 
-    def _runs_eager(self, program: Program, line: str) -> None:
-        program.notes.append(f"optimizer: {line}")
-        program.eager_parts[self.name] = line
-
-    def _report(self, program: Program, facts: dict[str, Any]) -> None:
+    def _report(self, program: Program) -> None:
         """One optimizer's facts; of several, their forms side by side and their figures added up."""
-        report = program.report.setdefault(self.name, {})
-        for name, value in facts.items():
-            before = report.get(name)
-            if before is None or value is None:
-                report[name] = value if before is None else before
-            else:
-                report[name] = f"{before}, {value}" if isinstance(value, str) else before + value
+        report: dict[str, Any] = {}
+        for facts in [*program.kept.get(self.name, []), *(update.facts() for update in _updates(program))]:
+            for name, value in facts.items():
+                before = report.get(name)
+                if before is None or value is None:
+                    report[name] = value if before is None else before
+                else:
+                    report[name] = f"{before}, {value}" if isinstance(value, str) else before + value
+        if report:
+            program.report[self.name] = report
+
+
+def _updates(program: Program) -> list[Update]:
+    return [update for optimizer in program.optimizers if (update := installed(optimizer)) is not None]
 
 
 def installed(optimizer: torch.optim.Optimizer) -> Update | None:
@@ -188,33 +171,28 @@ def reason_for_eager(optimizer: Any, program: Program) -> str | None:
         return reason
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True keeps a graph of each step"
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+    if any(hasattr(parameter, "device_mesh") for parameter in _parameters(optimizer)):
         return "its parameters are sharded (DTensor)"
+    if any(isinstance(beta, torch.Tensor) for group in optimizer.param_groups for beta in group.get("betas", ())):
+        return "its betas are tensors"
     if any(getattr(module, "sparse", False) is True for module in program.module.modules()):
         return "the module has embeddings with sparse gradients"
     return None
 
 
-def _is_special(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the formulas do not cover its numbers: complex parameters, hyperparameters that live on the device."""
-    import torch
-
-    return any(
-        any(parameter.is_complex() for parameter in group["params"])
-        or any(isinstance(value, torch.Tensor) and not value.is_cpu for value in group.values())
-        or any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ()))
-        for group in optimizer.param_groups
-    )
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def places_of(program: Program) -> dict[Tensor, str]:
-    """The repeated block that each parameter lies in, for those that lie in one."""
+def places_of(program: Program) -> Mapping[Tensor, str]:
+    """The repeated block that each parameter lies in, for those that lie in one; it keeps no parameter alive."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
     from strategies.regions import expand_blocks, find_containers
 
     containers = list(program.blocks) or find_containers(program.module)
-    return {
-        parameter: path
-        for path in expand_blocks(program.module, containers)
-        for parameter in program.module.get_submodule(path).parameters()
-    }
+    places: Any = WeakIdKeyDictionary()
+    for path in expand_blocks(program.module, containers):
+        for parameter in program.module.get_submodule(path).parameters():
+            places[parameter] = path
+    return places

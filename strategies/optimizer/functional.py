@@ -1,403 +1,590 @@
-"""The step of one of torch's optimizers as a few calls of compiled functions that are never compiled again.
+"""The step of one of torch's optimizers as calls of torch's own function, compiled once a kind of chunk.
 
-Parameters are cut into chunks, one for each repeated block of the module and a few for the rest. Chunks of the same
-shapes share one compiled function, so that compile time does not grow with the number of blocks. What may change from
-step to step (learning rate, betas, weight decay, count of steps, clipping) is read from 0-D device tensors. The host
-computes it in double precision, as torch's own uncompiled optimizers do. What may not (shapes, strides, flags) is
-compared on the host, which is why the compiled functions need no guards.
+Parameters are cut into chunks, one for each repeated block of the module and some for the rest. Each is one call of a
+compiled function, which calls ``torch.optim.adam.adam`` or its like for the chunk's parameters of each group. Chunks of
+the same shapes share it, so that compile time does not grow with the number of blocks.
+
+What a step works on is read anew at each step, as torch reads it (see ``Reader``). A ``Plan`` holds how that was cut
+into chunks, and is gone by where parameters, state, shapes, strides and flags are what they were; where they are not,
+there is another one, whose first step is checked. Dynamo's guards look at all of it once more.
+
+Learning rates and counts of steps are 0-D tensors on the device. Other numbers are constants of the compiled code until
+they change, and its inputs from then on; the betas of Adam are tensors then.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
-import math
 import operator
 import types
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
-from strategies.optimizer.step import DeviceScalar, Update
+from strategies.base import CannotCapture
+from strategies.check import Outcome
+from strategies.errors import is_compile_error, one_line
+from strategies.optimizer.calls import FORMS, WITH_TENSOR_BETAS, Call, Lists, Reader, layouts, overlapping
+from strategies.optimizer.check import NO_MEMORY, Sample, compared, fits_memory, sample_of
+from strategies.optimizer.step import DeviceScalar, NotCompiled, OwnStep, Update, looked_into
+from strategies.region import State
 
 MAX_CHUNK = 32
 """Tensors of a chunk; a step launches about one kernel for each, and compiling it takes time in proportion."""
+MAX_PLANS = 4
+"""Sets of parameters that take turns, as those do whose experts get no gradient in some steps."""
+MAX_CHANGES, WINDOW = 8, 64
+"""Plans within as many steps after which those are said to change all the time."""
+MAX_KINDS = 64
+"""Compiled functions beyond those of the first plan."""
+UNCHECKED = f"some parameters are updated by what was not checked: {NO_MEMORY}"
+OFTEN = "parameters, groups or state change all the time"
 
+Where = tuple[str | None, torch.device, torch.dtype]
 Compiler = Callable[[Callable[..., None]], Callable[..., None]]
-Group = dict[str, Any]
-
-# Lists of tensors that one operator works on together: Inductor makes one kernel of a chain of such operators.
-# https://docs.pytorch.org/tutorials/recipes/compiling_optimizer.html
-Each = list[Tensor] | tuple[Tensor, ...]
-add, sub, mul, div = torch._foreach_add, torch._foreach_sub, torch._foreach_mul, torch._foreach_div
-sqrt, maximum = torch._foreach_sqrt, torch._foreach_maximum
 _serial = itertools.count()  # of compiled functions, a part of their names
 
 
-class Formula:
-    """One optimizer. A subclass has ``flags`` and three methods.
-
-    ``states(group)``: names of the state tensors that have their parameter's shape; all begin as zeros.
-    ``scalars(group, step)``: numbers of the step with this number (1 is the first), in double precision.
-    ``update(flags, p, g, states, s)``: new parameters and states; ``g`` is the gradient, ``s`` the scalars.
-    """
-
-    flags: ClassVar[tuple[str, ...]]
-    """Entries of a parameter group that decide which operators there are; whoever changes one recompiles."""
-    counted: ClassVar[bool] = True
-    """Whether torch keeps a ``step`` tensor in the state of each parameter."""
-    states: Callable[[Group], tuple[str, ...]]
-    scalars: Callable[[Group, int], tuple[float, ...]]
-    update: Callable[..., tuple[Each, list[Each]]]
-
-    def steps_in(self, state: Group) -> int:
-        """Steps made with the ``state`` of a parameter; of SGD, whether one was, which is all that matters."""
-        return int(state.get("step", 0) if self.counted else state.get("momentum_buffer") is not None)
-
-    def create_state(self, state: Group, parameter: Tensor, group: Group) -> None:
-        """Fill in what torch would create in the first step."""
-        if self.counted and "step" not in state:
-            on_device = group.get("capturable") or group.get("fused")
-            # As torch counts: in float32, unless the default type is float64 and the optimizer is not fused.
-            precise = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-            dtype = torch.float64 if precise else torch.float32
-            state["step"] = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
-        for name in self.states(group):
-            if state.get(name) is None:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-    def flags_of(self, group: Group) -> Group:
-        return {name: group["momentum"] != 0 if name == "has_momentum" else bool(group[name]) for name in self.flags}
-
-
-class Adam(Formula):
-    """Adam and AdamW: https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html."""
-
-    flags = ("maximize", "amsgrad", "decoupled_weight_decay")
-
-    def states(self, group: Group) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
-
-    def scalars(self, group: Group, step: int) -> tuple[float, ...]:
-        beta1, beta2 = group["betas"]
-        lr, decay = group["lr"], group["weight_decay"]
-        if group["decoupled_weight_decay"]:
-            decay = 1 - lr * decay  # the share of the parameter that is kept
-        size, correction = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
-        return decay, 1 - beta1, beta2, 1 - beta2, size, correction, group["eps"]
-
-    def update(self, flags: Group, p: Each, g: Each, states: list[Each], s: list[Each]) -> tuple[Each, list[Each]]:
-        decay, grown1, kept2, grown2, size, correction, eps = s
-        if flags["decoupled_weight_decay"]:
-            p = mul(p, decay)
-        else:
-            g = add(g, mul(p, decay))
-        mean = add(states[0], mul(sub(g, states[0]), grown1))
-        square = add(mul(states[1], kept2), mul(mul(g, g), grown2))
-        new: list[Each] = [mean, square]
-        if flags["amsgrad"]:
-            square = maximum(states[2], square)
-            new.append(square)
-        return sub(p, mul(div(mean, add(div(sqrt(square), correction), eps)), size)), new
-
-
-class SGD(Formula):
-    """Stochastic gradient descent with momentum: https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html."""
-
-    flags = ("maximize", "nesterov", "has_momentum")
-    counted = False
-
-    def states(self, group: Group) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] else ()
-
-    def scalars(self, group: Group, step: int) -> tuple[float, ...]:
-        grown = 1.0 if step == 1 else 1 - group["dampening"]  # dampening leaves the first gradient alone
-        return group["weight_decay"], group["lr"], group["momentum"], grown
-
-    def update(self, flags: Group, p: Each, g: Each, states: list[Each], s: list[Each]) -> tuple[Each, list[Each]]:
-        decay, lr, momentum, grown = s
-        g = add(g, mul(p, decay))
-        if not flags["has_momentum"]:
-            return sub(p, mul(g, lr)), []
-        buffer = add(mul(states[0], momentum), mul(g, grown))
-        return sub(p, mul(add(g, mul(buffer, momentum)) if flags["nesterov"] else buffer, lr)), [buffer]
-
-
-def formula_of(optimizer: torch.optim.Optimizer) -> Formula | None:
-    """The formula of one of torch's optimizers, or None; a subclass with a step of its own has none."""
-    # unwrap: each class's step is decorated anew, the function inside tells whose mathematics it is.
-    step = inspect.unwrap(type(optimizer).step)
-    formulas = ((torch.optim.Adam, Adam), (torch.optim.AdamW, Adam), (torch.optim.SGD, SGD))
-    return next((formula() for kind, formula in formulas if inspect.unwrap(kind.step) is step), None)
-
-
-def fresh_function(formula: Formula, flags: Group, which: tuple[int, ...], *, name: str) -> Callable[..., None]:
-    """What updates the tensors of one kind of chunk, the i-th with the scalars of clock ``which[i]``.
+def fresh_function(
+    function: Callable[..., None],
+    steps: int | None,
+    static: Sequence[tuple[tuple[str, ...], tuple[str, ...], Mapping[str, Any]]],
+    *,
+    name: str,
+) -> Callable[..., None]:
+    """What calls ``function`` once for each part of a chunk; ``static``: names of its tensors and numbers, and flags.
 
     It has a code object of its own, by which Dynamo keeps compiled code. Else kinds of chunks would be recompiles of
     each other, and count against its limit. (``isolate_recompiles`` of torch 2.13 does so for wrappers.)
     """
 
-    def update(params: Each, grads: Each, states: list[Each], scalars: list[list[Tensor]], scale: Tensor) -> None:
-        g: Each = mul(grads, [scale] * len(grads))
-        if flags["maximize"]:
-            g = torch._foreach_neg(g)
-        each_scalar = [[scalars[clock][number] for clock in which] for number in range(len(scalars[0]))]
-        new_parameters, new = formula.update(flags, params, g, states, each_scalar)
-        # What is computed from most comes first: Inductor gives a buffer of its own to what still has to read a tensor
-        # that is overwritten, and copies it later.
-        # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/graph.py (GraphLowering.mark_buffer_mutated)
-        torch._foreach_copy_(params, new_parameters)
-        for before, after in zip(reversed(states), reversed(new), strict=True):
-            torch._foreach_copy_(before, after)
+    def update(parts: Sequence[tuple[Lists, Tensor | None, Sequence[Tensor], Sequence[float]]]) -> None:
+        if not torch.compiler.is_compiling():
+            raise NotCompiled
+        for (lists, count, tensors, numbers), (tensor_names, number_names, flags) in zip(parts, static, strict=True):
+            given = [list(each) for each in lists]
+            given[1] = [gradient.clone() for gradient in given[1]]  # Nesterov's momentum is added to them in place
+            if count is not None:
+                assert steps is not None
+                given.insert(steps, [count.clone() for _ in given[0]])
+            function(
+                *given,
+                **dict(zip(tensor_names, tensors, strict=True)),
+                **dict(zip(number_names, numbers, strict=True)),
+                **flags,
+            )
 
     code = update.__code__.replace(co_name=f"{name}_{next(_serial)}")
     return types.FunctionType(code, globals(), code.co_name, None, update.__closure__)
 
 
-@dataclass(slots=True, eq=False)
 class Clock:
-    """Parameters of one group and device that have made the same number of steps, with the scalars of that step."""
+    """Parameters of one device that have made the same number of steps, which torch counts on the host."""
 
-    group: int
-    steps: int
-    scalars: list[DeviceScalar]
+    __slots__ = ("made", "scalar", "steps")
+
+    def __init__(self, made: float, scalar: DeviceScalar) -> None:
+        self.made, self.scalar = made, scalar
+        """Steps made so far."""
+        self.steps: list[Tensor] = []
+        """Torch's counts, one of each parameter."""
 
 
-@dataclass(slots=True, kw_only=True)
+class Part:
+    """Those of a chunk that come from one call."""
+
+    __slots__ = ("call", "clock", "indices", "numbers", "pick", "scalars")
+
+    def __init__(self, call: int, indices: list[int], clock: Clock | None) -> None:
+        self.call, self.indices, self.clock = call, indices, clock
+        get = operator.itemgetter(*indices)
+        self.pick: Callable[[list[Any]], Sequence[Any]] = get if len(indices) > 1 else lambda given: (get(given),)
+        self.scalars: list[DeviceScalar] = []
+        self.numbers: tuple[str, ...] = ()
+
+    def lists(self, call: Call) -> Lists:
+        return tuple(list(self.pick(each)) if each else [] for each in call.lists)
+
+
+class Chunk:
+    """What one call of a compiled function updates."""
+
+    __slots__ = ("kind", "parts", "run")
+
+    def __init__(self, kind: Hashable, parts: list[Part], run: Callable[..., None]) -> None:
+        self.kind, self.parts, self.run = kind, parts, run
+
+    def __call__(self, lists: Sequence[Sequence[Sequence[Any]]], calls: list[Call], steps: int | None) -> None:
+        """Update what is in ``lists``, those of each part."""
+        given = []
+        for part, each in zip(self.parts, lists, strict=True):
+            options = calls[part.call].options
+            own = each if part.clock is None else [one for place, one in enumerate(each) if place != steps]
+            given.append(
+                (
+                    tuple(own),
+                    None if part.clock is None else part.clock.scalar.tensor,
+                    tuple(scalar.tensor for scalar in part.scalars),
+                    tuple(float(options[name]) for name in part.numbers),
+                )
+            )
+        self.run(given)
+
+
 class Plan:
-    """Everything that stays the same from step to step."""
+    """How the parameters of some calls are cut into chunks."""
 
-    chunks: list[tuple[Callable[..., None], list[Tensor], tuple[Any, ...]]]
-    """What updates the parameters of a chunk in one call, these, and what it takes beside them and their gradients."""
-    signature: list[Any]
-    """Gradients and flags that it was made for, see ``FunctionalUpdate._signature``."""
-    clocks: list[Clock]
-    entries: list[Any]
-    """The optimizer's state of each parameter."""
-    held: list[tuple[dict[str, Any], str, Tensor]]
-    """State tensors, by entry and name: a training may reset a single parameter's."""
-    counts: list[Tensor]
-    """The ``step`` tensors of many parameters are views of one, which is counted in their stead."""
-    versions: list[int]
-    """Of ``counts`` after the last count: another one means that somebody else has written to it."""
+    def __init__(self, calls: list[Call], varying: set[str], number: int) -> None:
+        self.number = number
+        self.proven = False
+        self.parameters = [one for call in calls for one in call.parameters]
+        self.states = [one for call in calls for one in itertools.chain(*call.lists[2:])]
+        self.lengths = [[len(each) for each in call.lists] for call in calls]
+        self.layouts = layouts_of(calls)
+        self.options = [options_of(call, varying) for call in calls]
+        self.pointers = [one.data_ptr() for one in self.parameters]
+        self.overlaps = overlapping(self.parameters)
+        self.chunks: list[Chunk] = []
+        self.left: dict[int, str] = {}
+        """Calls that are left to torch's own function, with the reason."""
+        self.clocks: list[Clock] = []
+        self.scalars: list[tuple[int, str, DeviceScalar]] = []
+        """Of each call, by the name of what they hold."""
+        self._steps: list[Tensor] = []
+        self._versions: list[int] = []
+        self._one = torch.tensor(1.0)
 
-    def count(self, *, on_host: bool) -> None:
-        for place, steps in enumerate(self.counts):
-            if steps.is_cpu is on_host:
-                steps.add_(1)
-                self.versions[place] = steps._version
+    def fits(self, calls: list[Call], varying: set[str]) -> bool:
+        """Whether ``calls`` are those it was made for, with other gradients and other numbers among ``varying``."""
+        if [[len(each) for each in call.lists] for call in calls] != self.lengths:
+            return False
+        if not all(map(operator.is_, (p for call in calls for p in call.parameters), self.parameters)):
+            return False
+        states = itertools.chain.from_iterable(itertools.chain(*call.lists[2:]) for call in calls)
+        if not all(map(operator.is_, states, self.states)):
+            return False
+        if layouts_of(calls) != self.layouts:
+            return False
+        if [options_of(call, varying) for call in calls] != self.options:
+            return False
+        if (pointers := [one.data_ptr() for one in self.parameters]) != self.pointers:
+            self.pointers = pointers
+            if overlapping(self.parameters) != self.overlaps:
+                return False
+        return self.in_time()
+
+    # ---- counts and numbers of the host ------------------------------------------------------------------------------
+
+    def begin_counting(self) -> None:
+        self._steps = [one for clock in self.clocks for one in clock.steps]
+        self._versions = [one._version for one in self._steps]
+
+    def in_time(self) -> bool:
+        """Whether the parameters of each clock have still made the same number of steps; somebody may have set them."""
+        versions = [one._version for one in self._steps]
+        if versions != self._versions:
+            for clock in self.clocks:
+                made = {float(one) for one in clock.steps}
+                if len(made) > 1:
+                    return False
+                clock.made = made.pop()
+            self._versions = versions
+        return True
+
+    def refresh(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Bring the device's scalars up to date; ``options`` of each call."""
+        for place, name, scalar in self.scalars:
+            scalar.write(options[place][name])
+        for clock in self.clocks:
+            clock.scalar.write(clock.made)
+
+    def count(self, steps: list[Tensor] | None = None) -> None:
+        """Count a step on the host, of all parameters or of those with these ``steps``, where others have done so."""
+        if self._steps:
+            if steps := self._steps if steps is None else steps:
+                torch._foreach_add_(steps, self._one, alpha=1.0)
+            for clock in self.clocks:
+                clock.made += 1
+            self._versions = [one._version for one in self._steps]
+
+
+def layouts_of(calls: list[Call]) -> list[Any]:
+    """Of parameters and gradients; torch sees to it that a gradient has its parameter's shape."""
+    return [(layouts(call.lists[0]), [one.stride() for one in call.gradients]) for call in calls]
+
+
+def options_of(call: Call, varying: set[str]) -> dict[str, Any]:
+    """Flags and constants of ``call``, and of numbers that vary, whether they are zero."""
+    return {
+        name: value == 0 if name in varying else (id(value) if isinstance(value, Tensor) else value)
+        for name, value in call.options.items()
+        if name not in ("lr", *FORMS)
+    }
 
 
 class FunctionalUpdate(Update):
-    """Updates ``optimizer``'s parameters and states in place, exactly where torch's own step would.
+    """Updates ``optimizer``'s parameters and states in place, by torch's own function.
 
     Args:
-        optimizer: One that ``formula`` stands for.
-        formula: See ``formula_of``.
+        optimizer: Whose step ``reader`` reads.
         places: Path of the repeated block for parameters that lie in one.
         compiler: Compiles one function; called once for each kind of chunk.
+        options: See ``Update``.
     """
 
     form = "functional"
-    clips = exact = True
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, formula: Formula, *, places: Mapping[Tensor, str], compiler: Compiler
+        self,
+        optimizer: torch.optim.Optimizer,
+        reader: Reader,
+        *,
+        places: Mapping[Tensor, str],
+        compiler: Compiler,
+        **options: Any,
     ) -> None:
-        self.optimizer = optimizer
-        self._formula, self._places, self._compiler = formula, places, compiler
+        super().__init__(optimizer, **options)
+        self._reader, self._places, self._compiler = reader, places, compiler
+        self._functions: dict[Hashable, Callable[..., None]] = {}  # by kind of chunk
+        betas = ("beta1", "beta2") if reader.name in WITH_TENSOR_BETAS else ()
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self._may_be_tensors = ("lr", *betas)
+        # Numbers that are no constants of compiled code. On a GPU betas are until they change: their powers would be in
+        # double precision there, see ``is_wide``.
+        self._varying: set[str] = {"lr", *(betas if all(map(is_wide, parameters)) else ())}
+        self._plans: dict[Hashable, Plan] = {}
         self._plan: Plan | None = None
-        self._plans = 0
-        self._scaled = False
-        # From plan to plan:
-        self._functions: dict[tuple[Any, ...], Callable[..., None]] = {}  # by kind of chunk
-        self._scales: dict[torch.device, Tensor] = {}  # what gradients are multiplied by
-        self._clock_of: dict[Tensor, Clock] = {}  # empty: the counts in the optimizer's state are believed
+        self._serial = self._steps = self._allowed = 0
+        self._changes: deque[int] = deque(maxlen=MAX_CHANGES)
+        self._noted: set[str] = set()
+        self._own: OwnStep | None = None
+
+    @property
+    def proven(self) -> bool:
+        return self._plan is not None and self._plan.proven
 
     def __call__(self) -> None:
-        """One step; does not wait for the device, unless torch cannot know the count of loaded steps otherwise."""
-        if self._plan is not None and not self._owns_state(self._plan):
-            self.forget()
-        plan = self._plan
-        if plan is None or self._signature() != plan.signature:
-            self._plan = plan = self._make()
-            self._plans += 1
-        max_norm, self.max_norm = self.max_norm, None
-        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            self.count()
-        if max_norm is None and self._scaled:  # by an earlier step that was clipped
-            for own in self._scales.values():
-                own.fill_(1.0)
-        self._scaled = max_norm is not None
-        # The device's part, from gradients to parameters and states; may be captured in a CUDA graph.
-        gradients: list[list[Any]] = [[parameter.grad for parameter in members] for _, members, _ in plan.chunks]
-        if max_norm is not None and gradients:
-            # As torch.nn.utils.clip_grad_norm_ does it, but for writing the gradients once more.
-            norm = torch.nn.utils.get_total_norm(list(itertools.chain(*gradients)))
-            for own in self._scales.values():
-                own.copy_(torch.clamp(max_norm / (norm + 1e-6), max=1.0), non_blocking=True)
-        plan.count(on_host=False)
-        for (run, parameters, others), each in zip(plan.chunks, gradients, strict=True):
-            run(parameters, each, *others)
+        """One step; waits for the device only where it is checked."""
+        if self.reason or looked_into():
+            self.own_step()
+            return
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        calls = self._reader.read()
+        self._steps += not capturing
+        if any(map(self._reader.lacks, calls)):  # torch's function creates it, and tells its step
+            self.own_step()
+            return
+        plan = self._plan_of(calls)
+        if self.reason:
+            self.own_step()
+        elif self.state is State.CHECKING:
+            if capturing:
+                raise CannotCapture("the optimizer's step is not checked yet")
+            if self.check(lambda: self._compared(plan, calls)):
+                self._prove(plan)
+        else:
+            self._compiled(plan, calls, capturing)
 
-    def pieces(self) -> list[Callable[[], None]]:
-        """The next step as calls of one compiled function each, without clipping."""
-        self._plan = plan = self._make()
-        self.count()
-        return [
-            functools.partial(run, members, [one.grad for one in members], *others)
-            for run, members, others in plan.chunks
-        ]
+    def own_step(self) -> None:
+        self._reader.raw(self.optimizer)
 
-    def adopt(self, other: FunctionalUpdate) -> None:
-        """Go by what ``other``, of parameters of the same shapes, has compiled."""
-        self._functions |= other._functions
-        self.adopted = True
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def _compiled(self, plan: Plan, calls: list[Call], capturing: bool) -> None:
+        steps, graphs = self._reader.steps, counters["stats"]["unique_graphs"]
+        if not capturing:
+            plan.refresh([call.options for call in calls])
+        failure: Exception | None = None
+        left: list[tuple[Call, Lists]] = [(calls[place], calls[place].lists) for place in plan.left]
+        counted: list[Tensor] | None = None
+        for chunk in plan.chunks:
+            lists = [part.lists(calls[part.call]) for part in chunk.parts]
+            if failure is None:
+                try:
+                    chunk(lists, calls, steps)
+                    continue
+                except Exception as error:
+                    # The compiler's errors come before anything of this call has run.
+                    if not isinstance(error, NotCompiled) and not is_compile_error(error):
+                        raise
+                    if capturing:
+                        raise CannotCapture(f"the optimizer's step is not compiled: {one_line(error)}") from error
+                    failure = error
+                    before = itertools.takewhile(lambda one, this=chunk: one is not this, plan.chunks)  # type: ignore[misc]
+                    parts = [part for one in before for part in one.parts if part.clock is not None]
+                    counted = [one for part in parts for one in part.pick(calls[part.call].lists[steps])]  # type: ignore[index]
+            left += [(calls[part.call], own) for part, own in zip(chunk.parts, lists, strict=True)]
+        for call, own in left:
+            self._reader.function(*own, **call.options)
+        if not capturing:
+            plan.count(counted)
+        if failure is not None and not isinstance(failure, NotCompiled):
+            self.fail(f"it does not compile once more: {one_line(failure)}", failure)
+        elif counters["stats"]["unique_graphs"] != graphs and self._checks():
+            self._asked = True  # a guard has let Dynamo compile anew, which nobody has checked
+        if not plan.proven:
+            self._prove(plan)
+
+    def _prove(self, plan: Plan) -> None:
+        plan.proven = True
+        self._changed()
+
+    def _compared(self, plan: Plan, calls: list[Call]) -> Outcome:
+        """Run the compiled functions on copies, then torch's own step, and compare."""
+        steps = self._reader.steps
+        plan.refresh([call.options for call in calls])
+        samples: list[tuple[Chunk, Sample]] = []
+        failure: Exception | None = None
+        try:
+            for chunk in self._chosen(plan, calls):
+                lists = [part.lists(calls[part.call]) for part in chunk.parts]
+                if not fits_memory([one for each in lists for one in itertools.chain(*each)]):
+                    self._note(UNCHECKED)
+                    continue
+                sample = sample_of(lists, counted=[None if part.clock is None else steps for part in chunk.parts])
+                chunk(sample.seen, calls, steps)
+                samples.append((chunk, sample))
+        except torch.OutOfMemoryError:
+            self._note(UNCHECKED)
+        except Exception as error:  # on copies: nothing is lost
+            failure = error
+        self.own_step()
+        if failure is not None:
+            return Outcome(error=failure)
+        if plan.chunks and not samples:
+            return Outcome(skipped=NO_MEMORY)
+        found, names = [], self.names()
+        for chunk, sample in samples:
+            owners = [calls[part.call] for part in chunk.parts]
+            found += compared(sample, owners, self._reader, names, self.multiple)
+        updated = (one for _, sample in samples for lists in sample.lists for one in lists[0])
+        return Outcome(differences=found, how="exact", finite=all(bool(one.isfinite().all()) for one in updated))
+
+    def _chosen(self, plan: Plan, calls: list[Call]) -> list[Chunk]:
+        """A chunk of each kind, another one at each check, and those with the smallest parameter of each call."""
+        kinds: defaultdict[Hashable, list[Chunk]] = defaultdict(list)
+        for chunk in plan.chunks:
+            kinds[chunk.kind].append(chunk)
+        chosen = [alike[self.looked % len(alike)] for alike in kinds.values()]
+        for place, call in enumerate(calls):
+            if call.parameters and place not in plan.left:
+                small = min(range(len(call.parameters)), key=lambda index: call.parameters[index].numel())
+                chosen += [
+                    chunk
+                    for chunk in plan.chunks
+                    if any(part.call == place and small in part.indices for part in chunk.parts)
+                ]
+        return list(dict.fromkeys(chosen))
+
+    # ---- plans -------------------------------------------------------------------------------------------------------
+
+    def _plan_of(self, calls: list[Call]) -> Plan:
+        key = tuple(tuple(map(id, call.parameters)) for call in calls)
+        plan = self._plans.get(key)
+        if plan is not None and plan.fits(calls, self._varying):
+            self._plan = plan
+            return plan
+        if plan is not None:
+            self._note_varying(plan, calls)
+        if self._plans:
+            self._changes.append(self._steps)
+            if len(self._changes) == MAX_CHANGES and self._steps - self._changes[0] < WINDOW:
+                self.fail(OFTEN)
+        groups = self.optimizer.param_groups
+        present = {id(one) for group in groups for one in group["params"]}
+        self._plans = {
+            other: kept
+            for other, kept in self._plans.items()
+            if other != key and all(id(one) in present for one in kept.parameters)
+        }
+        while len(self._plans) >= MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[key] = self._plan = plan = self._cut(calls)
+        if not self._allowed:
+            self._allowed = len(self._functions) + MAX_KINDS
+        if len(self._functions) > self._allowed:
+            self.fail(OFTEN)
+        return plan
+
+    def _note_varying(self, plan: Plan, calls: list[Call]) -> None:
+        for before, call in zip(plan.options, calls, strict=False):
+            for name, value in call.options.items():
+                known = before.get(name)
+                if isinstance(value, float) and isinstance(known, float) and value != known:
+                    self._varying.add(name)
+
+    def _cut(self, calls: list[Call]) -> Plan:
+        self._serial += 1
+        plan = Plan(calls, self._varying, self._serial)
+        reasons = {place: self._reader.not_covered(call) for place, call in enumerate(calls) if call.parameters}
+        if plan.overlaps:
+            reasons = dict.fromkeys(reasons, "parameters that share memory")
+        plan.left = {place: reason for place, reason in reasons.items() if reason is not None}
+        for reason in plan.left.values():
+            self._note(f"some parameters are left to torch's own function: {reason}")
+        clocks: dict[Hashable, Clock] = {}
+        scalars: dict[tuple[int, str, torch.device, bool], DeviceScalar] = {}
+        chunks: defaultdict[Where, list[tuple[int, int, Clock | None]]] = defaultdict(list)
+        for place, call in enumerate(calls):
+            if place in plan.left:
+                continue
+            counts = None if self._reader.steps is None else call.lists[self._reader.steps]
+            for index, parameter in enumerate(call.parameters):
+                clock = None
+                if counts is not None and counts[index].is_cpu:
+                    made = float(counts[index])
+                    wide = is_wide(parameter)
+                    kind = (parameter.device, wide, made)
+                    if kind not in clocks:
+                        clocks[kind] = Clock(made, scalar_on(parameter.device, made, wide=wide))
+                    clock = clocks[kind]
+                    clock.steps.append(counts[index])
+                where = (self._places.get(parameter), parameter.device, parameter.dtype)
+                chunks[where].append((place, index, clock))
+        for (_, device, _), members in chunks.items():
+            for start in range(0, len(members), MAX_CHUNK):
+                parts: defaultdict[tuple[int, Clock | None], list[int]] = defaultdict(list)
+                for place, index, clock in members[start : start + MAX_CHUNK]:
+                    parts[place, clock].append(index)
+                made_of = [Part(place, indices, clock) for (place, clock), indices in parts.items()]
+                for part in made_of:
+                    self._number(part, calls[part.call], scalars)
+                plan.chunks.append(self._chunk(made_of, calls, device))
+        plan.clocks = list(clocks.values())
+        plan.scalars = [(place, name, scalar) for (place, name, _, _), scalar in scalars.items()]
+        plan.begin_counting()
+        return plan
+
+    def _number(self, part: Part, call: Call, scalars: dict[tuple[int, str, torch.device, bool], DeviceScalar]) -> None:
+        """Where ``part`` finds its numbers: some are tensors on the device, one of each call."""
+        first, options = call.parameters[part.indices[0]], call.options
+        for name in self._names_of_tensors(options):
+            kind = (part.call, name, first.device, is_wide(first))
+            if kind not in scalars:  # single precision would do for a beta, but not for one minus it
+                wide = is_wide(first) or (name != "lr" and first.device.type == "cuda")
+                scalars[kind] = scalar_on(first.device, options[name], wide=wide)
+            part.scalars.append(scalars[kind])
+        part.numbers = tuple(
+            name
+            for name, value in options.items()
+            if isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and name not in self._names_of_tensors(options)
+        )
+
+    def _names_of_tensors(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(name for name in self._may_be_tensors if name in options and name in self._varying)
+
+    def _chunk(self, parts: list[Part], calls: list[Call], device: torch.device) -> Chunk:
+        static, key = [], []
+        for part in parts:
+            call = calls[part.call]
+            tensors = self._names_of_tensors(call.options)
+            flags = {
+                name: value for name, value in call.options.items() if name not in (*part.numbers, *tensors, *FORMS)
+            }
+            forms = {"foreach": True, "fused": False, "capturable": True}
+            flags |= {name: value for name, value in forms.items() if name in self._reader.arguments}
+            static.append((tensors, part.numbers, flags))
+            zero = tuple(call.options[name] == 0 for name in part.numbers)
+            constants = tuple(call.options[name] for name in part.numbers if name not in self._varying)
+            lists = part.lists(call)
+            counted = part.clock is not None
+            own = [one for place, one in enumerate(lists) if not (counted and place == self._reader.steps)]
+            layout = tuple(map(layouts, own))
+            key.append((counted, (tensors, *flags.items()), zero, constants, device, layout))
+        kind = tuple(key)
+        # Other constants are no other kind: Dynamo makes inputs of them.
+        function = tuple((*each[:3], *each[4:]) for each in key)
+        if function not in self._functions:
+            name = f"{type(self.optimizer).__name__}_update"
+            fresh = fresh_function(self._reader.function, self._reader.steps, static, name=name)
+            self._functions[function] = self._compiler(fresh)
+        return Chunk(kind, parts, self._functions[function])
+
+    def _note(self, line: str) -> None:
+        if line not in self._noted:
+            self._noted.add(line)
+            self.report(line)
+
+    # ---- for graphs --------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        if self.reason:
+            self._torchs_own().prepare()
 
     def count(self) -> None:
-        """Count the step and bring the device's scalars up to date: the host's part, before each replay of a graph."""
+        if self.reason:
+            self._torchs_own().count()
+            return
         plan = self._plan
         assert plan is not None, "a step was made"
-        groups = [_numbers_of(group) for group in self.optimizer.param_groups]
-        for clock in plan.clocks:
-            clock.steps += 1
-            values = self._formula.scalars(groups[clock.group], clock.steps)
-            for scalar, value in zip(clock.scalars, values, strict=True):
-                scalar.write(value)
-        plan.count(on_host=True)
+        plan.in_time()
+        plan.refresh([numbers_of(group) for group in self.optimizer.param_groups])
+        plan.count()
 
-    def constants(self) -> int:
-        """Number of the plan that the next step goes by: another one as soon as the state is not the one planned for.
-        A CUDA graph captured under one plan works on other tensors than the next."""
-        return self._plans + int(self._plan is None or not self._owns_state(self._plan))
-
-    def take(self) -> Callable[[], None]:
-        """Remember the counts of steps. Where the state tensors are then still those of the plan, it stays, and with it
-        what was captured by it; else the next step plans anew."""
+    def constants(self) -> Hashable:
+        """What a graph has taken by value: the numbers of each group but those that are read from the device, and the
+        plan, which works on other tensors than the next."""
+        if self.reason:
+            return self._torchs_own().constants()
         plan = self._plan
-        counted = [] if plan is None else [clock.steps for clock in plan.clocks]
+        number = self._serial + 1 if plan is None or not plan.in_time() else plan.number
+        left_out = ("params", "betas", *(name for name in self._may_be_tensors if name in self._varying))
+        return number, *(
+            tuple((name, value) for name, value in numbers_of(group).items() if name not in left_out)
+            for group in self.optimizer.param_groups
+        )
 
-        def put_back() -> None:
-            if plan is None or plan is not self._plan or not self._holds_state(plan):
-                self.forget()
-                return
-            for clock, steps in zip(plan.clocks, counted, strict=True):
-                clock.steps = steps
-            plan.versions = [steps._version for steps in plan.counts]
+    def capturable(self) -> AbstractContextManager[None]:
+        return self._torchs_own().capturable() if self.reason else super().capturable()
 
-        return put_back
+    def release(self) -> None:
+        if self._own is not None:
+            self._own.release()
+            self._own = None
 
-    def forget(self) -> None:
-        """Plan anew at the next step, from the optimizer's own state."""
-        self._plan = None
-        self._clock_of.clear()
+    def scalars(self) -> list[Tensor]:
+        plan = self._plan
+        if plan is None or self.reason:
+            return [] if self._own is None else self._own.scalars()
+        held = [scalar for _, _, scalar in plan.scalars] + [clock.scalar for clock in plan.clocks]
+        return [scalar.tensor for scalar in held]
 
-    def scale_on(self, device: torch.device) -> Tensor | float:
-        return self._scales.get(device, 1.0)
+    def _torchs_own(self) -> OwnStep:
+        if self._own is None:
+            self._own = OwnStep(self.optimizer)
+            self._own.prepare()
+        return self._own
+
+    # ---- what it is --------------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
         chunks = [] if self._plan is None else self._plan.chunks
-        tensors = sum(len(members) for _, members, _ in chunks)
-        return {"form": self.form, "tensors": tensors, "chunks": len(chunks), "graphs": len(self._functions)}
-
-    def _owns_state(self, plan: Plan) -> bool:
-        return self._holds_state(plan) and [steps._version for steps in plan.counts] == plan.versions
-
-    def _holds_state(self, plan: Plan) -> bool:
-        """Whether the optimizer's state is still in the tensors that the plan works on: loading one makes others."""
-        now = list(self.optimizer.state.values())
-        same = len(now) == len(plan.entries) and all(map(operator.is_, now, plan.entries))
-        return same and all(entry.get(name) is tensor for entry, name, tensor in plan.held)
-
-    def _signature(self) -> list[Any]:
-        """Of each group: its flags, and strides and type of each gradient, or None. Another one needs another plan."""
-        return [
-            (
-                self._formula.flags_of(group),
-                [None if (g := parameter.grad) is None else (g.stride(), g.dtype) for parameter in group["params"]],
-            )
-            for group in self.optimizer.param_groups
-        ]
-
-    def _make(self) -> Plan:
-        """Plan for the gradients and groups as they are; creates the state that torch would create."""
-        formula, state = self._formula, self.optimizer.state
-        clocks: dict[tuple[Any, ...], Clock] = {}
-        places: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-        for index, group in enumerate(self.optimizer.param_groups):
-            flags, names = tuple(formula.flags_of(group).items()), formula.states(group)
-            for parameter in (each for each in group["params"] if each.grad is not None):
-                known = self._clock_of.get(parameter)
-                steps = formula.steps_in(state.get(parameter, {})) if known is None else known.steps
-                if names or formula.counted:  # else torch makes no entry either
-                    formula.create_state(state[parameter], parameter, group)
-                device = parameter.device
-                precision = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-                kind = (index, device, precision, steps)
-                if kind not in clocks:
-                    values = formula.scalars(_numbers_of(group), steps + 1)
-                    scalars = [DeviceScalar(one, device=device, dtype=precision) for one in values]
-                    clocks[kind] = Clock(index, steps, scalars)
-                self._clock_of[parameter] = clocks[kind]
-                places[self._places.get(parameter), device, parameter.dtype, flags, names].append(parameter)
-        cut = [
-            (members[start : start + MAX_CHUNK], dict(flags), names)
-            for (_, _, _, flags, names), members in places.items()
-            for start in range(0, len(members), MAX_CHUNK)
-        ]
-        counts = self._pack_steps([parameter for members, _, _ in cut for parameter in members])
-        return Plan(
-            chunks=[self._chunk(*each) for each in cut],
-            signature=self._signature(),
-            clocks=list(clocks.values()),
-            entries=list(state.values()),
-            held=[
-                (state[member], name, state[member][name])
-                for members, _, names in cut
-                for member in members
-                for name in (*names, *(["step"] if formula.counted else []))
-            ],
-            counts=counts,
-            versions=[steps._version for steps in counts],
-        )
-
-    def _chunk(self, parameters: list[Tensor], flags: Group, names: tuple[str, ...]) -> tuple[Any, ...]:
-        device = parameters[0].device
-        own = [self._clock_of[parameter] for parameter in parameters]
-        clocks = list(dict.fromkeys(own))
-        which = tuple(map(clocks.index, own))
-        states = [[self.optimizer.state[parameter][name] for parameter in parameters] for name in names]
-        shapes = tuple(
-            (tensor.shape, tensor.stride(), tensor.dtype)
-            for tensor in itertools.chain(parameters, *states, (parameter.grad for parameter in parameters))
-        )
-        kind = (device, which, tuple(flags.items()), names, shapes)
-        if kind not in self._functions:
-            name = f"{type(self.optimizer).__name__}_update"
-            self._functions[kind] = self._compiler(fresh_function(self._formula, flags, which, name=name))
-        if device not in self._scales:
-            self._scales[device] = torch.ones((), device=device)
-        scalars = [[scalar.tensor for scalar in clock.scalars] for clock in clocks]
-        return self._functions[kind], parameters, (states, scalars, self._scales[device])
-
-    def _pack_steps(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Make the ``step`` tensors views of one, so that counting is one operation instead of one for each."""
-        kinds: defaultdict[tuple[torch.device, torch.dtype], list[dict[str, Any]]] = defaultdict(list)
-        for state in (self.optimizer.state[parameter] for parameter in parameters if self._formula.counted):
-            kinds[state["step"].device, state["step"].dtype].append(state)
-        packed = [torch.stack([state["step"] for state in alike]) for alike in kinds.values()]
-        for alike, steps in zip(kinds.values(), packed, strict=True):
-            for state, step in zip(alike, steps.unbind(), strict=True):
-                state["step"] = step
-        return packed
+        tensors = sum(len(part.indices) for chunk in chunks for part in chunk.parts)
+        form = "eager" if self.reason else self.form
+        return {"form": form, "tensors": tensors, "chunks": len(chunks), "graphs": len(self._functions)}
 
 
-def _numbers_of(group: Group) -> Group:
-    """The group with numbers for tensors on the host: a learning rate may be one, which schedulers then fill."""
-    return {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items()}
+def scalar_on(device: torch.device, value: Any, *, wide: bool) -> DeviceScalar:
+    return DeviceScalar(value, device=device, dtype=torch.float64 if wide else torch.float32)
+
+
+def is_wide(parameter: Tensor) -> bool:
+    """Whether numbers are in double precision on the device of ``parameter``, as torch computes with those of the host.
+
+    GPUs are slow at it, and each thread computes anew the bias corrections of Adam. There they are in the precision of
+    ``capturable=True``.
+    """
+    return parameter.dtype == torch.float64 or parameter.is_cpu
+
+
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a group, by the names that the functions have for them."""
+    betas: Iterator[Any] = iter(group.get("betas", ()))
+    return {**group, **{f"beta{place}": value for place, value in enumerate(betas, start=1)}}

@@ -7,20 +7,25 @@ optimizer call it as before. The closure runs before the update and is not compi
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.symbolic_convert import SpeculationLogDivergence
+from torch._dynamo import eval_frame
 from torch._dynamo.utils import counters
 
 from strategies.base import CannotCapture, has_another_step
+from strategies.check import Outcome
+from strategies.compare import MULTIPLES, Difference, compare
+from strategies.errors import is_compile_error, one_line
 from strategies.optimizer import ATTRIBUTE, installed
+from strategies.optimizer.check import NO_MEMORY, fits_memory
+from strategies.region import Check, Checking, State
 
 NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
 """Torch's optimizers whose steps are all alike."""
@@ -41,6 +46,10 @@ class GraphedStep:
         """What a graph has taken by value."""
         return None
 
+    def scalars(self) -> list[Tensor]:
+        """Numbers on the device that ``prepare`` writes and a replay reads."""
+        return []
+
     def capturable(self) -> AbstractContextManager[None]:
         """Steps inside may be captured."""
         return contextlib.nullcontext()
@@ -48,55 +57,150 @@ class GraphedStep:
     def release(self) -> None:
         """Leave the optimizer as it is without graphs."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next step may be captured; one that is compared with torch's own may not."""
+        return True
+
 
 class Update(GraphedStep):
-    """What stands in for the step of ``optimizer``."""
+    """What stands in for the step of ``optimizer``; compiled only after it did what torch's own step did.
 
-    optimizer: torch.optim.Optimizer
+    Args:
+        names: Names of parameters by identity.
+        checking: Whether and how strictly it is compared with torch's own step.
+        report: Called with a line that the user should read.
+        gave_up: Called with the reason once torch's own step runs for good.
+        changed: Called when it is proven, and when it fails.
+    """
+
     form: str
-    exact = False
-    """Whether it computes torch's formulas in the precision of the weights and draws no random numbers."""
-    clips = False
-    """Whether it clips by norm itself, in a step before which ``max_norm`` was set."""
-    adopted = False
-    """Whether its functions were compiled before."""
-    max_norm: float | None = None
-    """Largest norm of all gradients together, in the next step."""
+    checks: list[Difference]
+    """What the last check found."""
+    reason = ""
+    """Why torch's own step runs for good; empty while it does not."""
+    error: Exception | None = None
+    """What the compiler raised, where that is the reason."""
+    differs: list[Difference]
+    """What is not torch's, where that is the reason."""
+    looked = 0
+    """Checks so far."""
+    trusted = False
+    """Whether one of them was clean: those that follow are audits."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        names: Callable[[], Mapping[int, str]] = dict,
+        checking: Checking | None = None,
+        report: Callable[[str], Any] = lambda line: None,
+        gave_up: Callable[[str], Any] = lambda reason: None,
+        changed: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.optimizer, self.names = optimizer, names
+        self.checks, self.differs = [], []
+        self._checking = Checking() if checking is None else checking
+        self.report, self._gave_up, self._changed = report, gave_up, changed
+        self._asked = False
+        self._suspected = 0
+
+    @property
+    def kind(self) -> str:
+        """Class name of the optimizer."""
+        return type(self.optimizer).__name__
+
+    @property
+    def state(self) -> State:
+        if self.reason:
+            return State.FAILED
+        return State.CHECKING if self._checks() and (self._asked or not self.proven) else State.COMPILED
+
+    @property
+    def proven(self) -> bool:
+        """Whether a check of the step as it is now was clean; without checks, whether it ran."""
+        raise NotImplementedError
+
+    @property
+    def ready(self) -> bool:
+        return self.state is not State.CHECKING
+
+    @property
+    def multiple(self) -> float:
+        return MULTIPLES.get(self._checking.mode, MULTIPLES["on"])
 
     def __call__(self) -> None:
+        raise NotImplementedError
+
+    def own_step(self) -> None:
+        """Torch's."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def scale_on(self, device: torch.device) -> Tensor | float:
-        """What the last step multiplied gradients by to clip them, ``()``; 1 where it did not."""
-        return 1.0
+    def check_next_step(self) -> None:
+        """Compare the next step with torch's own, which that step then is."""
+        self._asked = True
 
-    def take(self) -> Callable[[], None]:
-        return lambda: None
+    def check(self, compare: Callable[[], Outcome]) -> bool:
+        """Take torch's own step within ``compare``, and what that finds; returns whether the compiled step is as it. A
+        difference counts when it shows twice."""
+        checking = self._checking
+        began = checking.clock()
+        checking.begin(self)
+        outcome = compare()
+        self._asked = False
+        self.looked += 1
+        self.checks = outcome.differences
+        wrong = outcome.wrong
+        self._suspected = self._suspected + 1 if wrong else 0
+        if outcome.error is not None:
+            self.fail(f"it does not compile: {one_line(outcome.error)}", outcome.error)
+        elif outcome.skipped is not None:
+            self.fail(f"it cannot be checked, {outcome.skipped}")
+        elif self._suspected > 1:
+            self.fail(f"the compiled step differs from torch's: {wrong[0]}", differs=wrong)
+        elif wrong:
+            self._asked = True
+        seconds, audit = checking.clock() - began, self.trusted
+        checking.report(Check(path=self.kind, kind=self.kind, outcome=outcome, seconds=seconds, audit=audit))
+        clean = not self.reason and not wrong
+        self.trusted |= clean
+        return clean
+
+    def fail(self, reason: str, error: Exception | None = None, *, differs: Iterable[Difference] = ()) -> None:
+        """Torch's own step runs from now on."""
+        if not self.reason:
+            self.reason, self.error, self.differs = reason, error, list(differs)
+            self.report(f"{self.kind} runs eager: {reason}")
+            self._gave_up(f"{self.kind}: {reason}")
+            self._changed()
+
+    def _checks(self) -> bool:
+        return self._checking.mode != "off"
 
 
-def install(optimizer: torch.optim.Optimizer, update: Update, *, after_first: Callable[[dict[str, Any]], None]) -> None:
-    """Let ``optimizer.step`` call ``update``; ``after_first`` is given its facts once, after the first step."""
-    first = True
+class NotCompiled(RuntimeError):
+    """Python runs what was to be compiled."""
 
-    def call(_: torch.optim.Optimizer) -> None:
-        nonlocal first
-        graphs = counters["stats"]["unique_graphs"]
-        update()
-        if first:
-            first = False
-            compiled = update.form == "eager" or update.adopted or counters["stats"]["unique_graphs"] > graphs
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if not compiled and any(parameter.grad is not None for parameter in parameters):
-                raise RuntimeError(
-                    "optimizer: the step was handed to the compiler and was not compiled (is TORCHDYNAMO_DISABLE set?)"
-                )
-            after_first(update.facts())
+    def __init__(self) -> None:
+        super().__init__("the step was handed to the compiler and was not compiled (is TORCHDYNAMO_DISABLE set?)")
 
+
+def install(optimizer: torch.optim.Optimizer, update: Update) -> None:
+    """Let ``optimizer.step`` call ``update``."""
     setattr(optimizer, ATTRIBUTE, update)
-    replace_step(optimizer, call)
+    replace_step(optimizer, lambda _: update())
+
+
+def looked_into() -> bool:
+    """Whether somebody traces, counts or transforms what runs, or has switched the compiler off for a while."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or eval_frame._stance.stance == "force_eager"
+    )
 
 
 def replace_step(optimizer: torch.optim.Optimizer, update: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -132,20 +236,6 @@ def not_torchs_own(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def clip_inside(optimizer: torch.optim.Optimizer, largest: float) -> bool:
-    """Let the next compiled update scale the gradients that it reads, where it can; a loop would write them once more.
-
-    The gradients themselves stay unclipped, which only code that looks at them between the step and ``zero_grad`` can
-    see; an optimizer with step hooks is clipped as before.
-    """
-    update = installed(optimizer)
-    hooked = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-    if update is None or not update.clips or hooked:
-        return False
-    update.max_norm = largest
-    return True
-
-
 class DeviceScalar:
     """One number of the host as a 0-D tensor of the device, so that no change of it recompiles.
 
@@ -162,8 +252,10 @@ class DeviceScalar:
 
     def write(self, value: Any) -> None:
         """Let the tensor have ``value``, a number or 0-D tensor. Waits for nothing; launches at most one kernel."""
+        if isinstance(value, Tensor) and value.is_cpu:  # schedulers fill it
+            value = float(value)
         if isinstance(value, Tensor):
-            self.tensor.copy_(value.detach(), non_blocking=True)
+            self.tensor.copy_(value.detach().reshape(()), non_blocking=True)
             self._value = float("nan")
         elif value != self._value:  # not-a-number is never equal to itself: it is written each time, without harm
             self.tensor.fill_(value)
@@ -173,41 +265,140 @@ class DeviceScalar:
 class GenericUpdate(Update):
     """Compiles ``type(optimizer).step`` whole: one graph of all tensors, however many there are, and that takes long.
 
-    A step that creates state differs from later ones, so that there may be a second graph. The learning rate is a
-    tensor, so that no schedule of it recompiles; another number that changes does so once, and is an input then.
-    One that takes no tensor for its rate, cannot be compiled, or not often enough, runs eager: ``form`` says so, and
-    ``report`` gets a line.
+    A step that creates state differs from later ones, and is torch's own. The learning rate is a tensor, so that no
+    schedule of it recompiles; another number that changes does so once, and is an input then. It cannot run on copies,
+    as it is compiled for these very parameters. So a step that is checked runs compiled first, everything is put back,
+    and torch's own step is taken.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, *, compiler: Callable[..., Any], report: Callable[[str], None]
-    ) -> None:
-        self.optimizer, self.form = optimizer, "generic"
-        self._report = report
+    form = "generic"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, compiler: Callable[..., Any], **options: Any) -> None:
+        super().__init__(optimizer, **options)
         self._rates: list[DeviceScalar] = []
         self._raw: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
-        self._compiled: Callable[[], None] = compiler(self._step)
+        self._compiled: Callable[[], None] = compiler(self.own_step)
+        self._members: list[Any] = []
+        """Of each group at the last check, its parameters and flags, and the state's tensors, by identity."""
+        self._proven = self._stateless = False
+
+    @property
+    def proven(self) -> bool:
+        return self._proven
 
     def __call__(self) -> None:
-        if self.form == "generic":
-            try:
-                self._attempt()
-                return
-            except BackendCompilerFailed:
+        if self.reason or looked_into():
+            self.own_step()
+            return
+        if not self._stateless and self._lacks_state():  # a step that creates state would be compiled for itself
+            self.own_step()
+            self._stateless = self._lacks_state()
+            return
+        if (members := self._as_now()) != self._members:
+            self._members, self._proven = members, False
+        if self.state is State.CHECKING:
+            if not self._trained():
+                self.own_step()
+            elif self.check(self._compared):
+                self._prove()
+            return
+        graphs = counters["stats"]["unique_graphs"]
+        try:
+            self._attempt()
+        except Exception as error:
+            if not is_compile_error(error):
                 raise
-            except (TorchDynamoException, FailOnRecompileLimitHit, SpeculationLogDivergence) as error:
-                # Nothing has been executed: the whole step is one graph, and it is traced before it runs.
-                self.form = "eager"
-                reason = str(error).strip().splitlines()[0]
-                self._report(f"{type(self.optimizer).__name__} cannot be compiled and runs eager: {reason}")
-        self._step()
+            # Nothing has been executed: the whole step is one graph, and it is traced before it runs.
+            self.own_step()
+            self.fail(f"it does not compile once more: {one_line(error)}", error)
+            return
+        self._asked = counters["stats"]["unique_graphs"] != graphs
+        if not self._proven:
+            self._prove()
+
+    def _prove(self) -> None:
+        self._proven = True
+        self._changed()
+
+    def own_step(self) -> None:
+        self._raw(self.optimizer)
 
     def facts(self) -> dict[str, Any]:
         count = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        return {"form": self.form, "tensors": count, "chunks": 1, "graphs": None}
+        return {"form": "eager" if self.reason else self.form, "tensors": count, "chunks": 1, "graphs": None}
 
-    def _step(self) -> None:
-        self._raw(self.optimizer)
+    def _as_now(self) -> list[Any]:
+        return [
+            [
+                (id(one), one.shape, one.grad is None, tuple(map(id, self.optimizer.state.get(one, {}).values())))
+                for one in group["params"]
+            ]
+            for group in self.optimizer.param_groups
+        ]
+
+    def _lacks_state(self) -> bool:
+        return any(not self.optimizer.state.get(one) for one in self._trained())
+
+    def _trained(self) -> list[Tensor]:
+        return [one for group in self.optimizer.param_groups for one in group["params"] if one.grad is not None]
+
+    def _compared(self) -> Outcome:
+        trained = self._trained()
+        if not fits_memory([*trained, *(one for entry in self._entries() for one in entry.values())]):
+            self.own_step()
+            return Outcome(skipped=NO_MEMORY)
+        before, graphs = self._kept(trained), counters["stats"]["unique_graphs"]
+        error: Exception | None = None
+        try:
+            self._attempt()
+            if not self.looked and counters["stats"]["unique_graphs"] == graphs:
+                raise NotCompiled
+        except Exception as raised:
+            error = raised
+        seen = self._kept(trained)
+        self._put_back(before)
+        self.own_step()
+        if error is not None:
+            return Outcome(error=error)
+        names, found = self.names(), []
+        expected = self._kept(trained)
+        for kind in ("weight", "optimizer state"):
+            arms = [_of_kind(kind, arm, trained, names) for arm in (expected, seen, before)]
+            found += compare(kind, arms[0], arms[1], starts=arms[2], multiple=self.multiple)
+        return Outcome(differences=found, how="rounding")
+
+    def _entries(self) -> list[dict[str, Any]]:
+        return list(self.optimizer.state.values())
+
+    def _kept(self, parameters: list[Tensor]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Copies of weights and state."""
+        state = self.optimizer.state
+        return [
+            (
+                one.detach().clone(),
+                {
+                    name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+                    for name, value in state.get(one, {}).items()
+                },
+            )
+            for one in parameters
+        ]
+
+    def _put_back(self, before: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        for parameter, (weight, entry) in zip(self._trained(), before, strict=True):
+            parameter.detach().copy_(weight)
+            if parameter not in self.optimizer.state:
+                continue
+            now = self.optimizer.state[parameter]
+            for name in [name for name in now if name not in entry]:
+                del now[name]
+            for name, value in entry.items():
+                if isinstance(value, Tensor) and isinstance(now.get(name), Tensor) and now[name].device == value.device:
+                    now[name].copy_(value)
+                else:
+                    now[name] = value
+            if not now:
+                del self.optimizer.state[parameter]
 
     def _attempt(self) -> None:
         groups = self.optimizer.param_groups
@@ -222,6 +413,19 @@ class GenericUpdate(Update):
                 if not group["params"] and "capturable" in group:  # up to 2.13 torch sets it, and traces each step anew
                     group["capturable"] = True
             self._compiled()
+
+
+def _of_kind(
+    kind: str, states: list[tuple[Tensor, dict[str, Any]]], parameters: list[Tensor], names: Mapping[int, str]
+) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for parameter, (weight, entry) in zip(parameters, states, strict=True):
+        name = names.get(id(parameter), "a parameter that is not the module's")
+        if kind == "weight":
+            found[name] = weight
+        else:
+            found |= {f"{name} ({each})": one for each, one in entry.items() if isinstance(one, Tensor)}
+    return found
 
 
 @contextlib.contextmanager
@@ -245,8 +449,8 @@ def _groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def graphed(optimizer: torch.optim.Optimizer) -> GraphedStep:
     """The step of ``optimizer``, compiled or torch's own, ready for capture. Raises CannotCapture."""
     update = installed(optimizer)
-    if update is None:
-        if (reason := not_torchs_own(optimizer)) is not None:
+    if update is None or update.reason:
+        if update is None and (reason := not_torchs_own(optimizer)) is not None:
             raise CannotCapture(reason)
         if not isinstance(optimizer, NOT_COUNTING) and not all(
             "capturable" in group or group.get("fused") for group in optimizer.param_groups
@@ -283,6 +487,9 @@ class OwnStep(GraphedStep):
             for group, rate in self._groups()
             if group["params"]  # nothing of an empty group is in a kernel
         )
+
+    def scalars(self) -> list[Tensor]:
+        return [rate.tensor for rate in self._rates if rate is not None]
 
     @contextlib.contextmanager
     def capturable(self) -> Iterator[None]:

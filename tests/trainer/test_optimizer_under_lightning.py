@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
 from strategies import Optimizer, Regional
 from strategies.optimizer import installed
+from strategies.optimizer.functional import Chunk
+from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
+from trainer.guards import CompileFailed, ParityError
 
 
 class Scheduled(Blocks):
@@ -24,9 +28,8 @@ class Scheduled(Blocks):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def compiled(*others: Any, parity: str = "off", **options: Any) -> Compile:
-    # No preflight: its steps of eager would clip as eager does.
-    return Compile([Optimizer(backend="eager", **options), *others], parity=parity)
+def compiled(*others: Any, **options: Any) -> Compile:
+    return Compile([Optimizer(backend="eager"), *others], **options)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_losses_are_eagers_without_a_recompile(options: dict[str, Any], tmp_path
     assert compile_.record.report["optimizer"]["tensors"] == 16
 
 
-def test_it_goes_with_compiled_blocks_and_the_preflight_leaves_no_trace(tmp_path: Path) -> None:
+def test_it_goes_with_compiled_blocks(tmp_path: Path) -> None:
     eager = fit(Scheduled(), tmp_path, [])
     compile_ = compiled(Regional(backend="eager"), parity="strict")
     assert fit(Scheduled(), tmp_path, [compile_]) == pytest.approx(eager, rel=1e-5)
@@ -62,16 +65,22 @@ def test_it_goes_with_compiled_blocks_and_the_preflight_leaves_no_trace(tmp_path
     assert compile_.record.regions_compiled == 3
 
 
-def test_clipping_is_part_of_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    eager = fit(Scheduled(), tmp_path, [], gradient_clip_val=0.05)
-    called = []
-    original = nn.utils.clip_grad_norm_
-    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *given, **named: called.append(original(*given, **named)))
-    losses = fit(Scheduled(), tmp_path, [compiled()], gradient_clip_val=0.05)
-    assert losses == pytest.approx(eager, rel=1e-5)
-    assert called == []
-    unclipped = fit(Scheduled(), tmp_path, [compiled()])
-    assert unclipped != pytest.approx(eager, rel=1e-5), "clipping makes a difference here"
+def test_gradients_read_after_the_step_are_the_clipped_ones(tmp_path: Path) -> None:
+    class Reads(Scheduled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms: list[float] = []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.norms.append(float(nn.utils.get_total_norm([one.grad for one in self.parameters()])))  # type: ignore[misc]
+
+    norms = []
+    for callbacks in ([], [compiled()]):
+        module = Reads()
+        fit(module, tmp_path, callbacks, gradient_clip_val=0.05)
+        norms.append(module.norms)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert max(norms[1]) <= 0.0501
 
 
 class ClipsItself(Scheduled):
@@ -127,19 +136,18 @@ def test_checkpoints_hold_what_eagers_hold(tmp_path: Path) -> None:
     torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-7)
 
 
-def test_after_training_optimizer_and_trainer_are_themselves(tmp_path: Path) -> None:
+def test_after_training_the_optimizer_is_itself(tmp_path: Path) -> None:
     class Seen(Scheduled):
         def on_train_batch_end(self, *_: Any) -> None:
             self.installed = installed(self.trainer.optimizers[0])
-            self.kept = self.trainer.optimizers[0], self.trainer.precision_plugin
+            self.kept = self.trainer.optimizers[0]
 
     module = Seen()
     fit(module, tmp_path, [compiled()], gradient_clip_val=0.05)
-    optimizer, plugin = module.kept
+    optimizer = module.kept
     assert module.installed is not None
     assert installed(optimizer) is None
     assert optimizer.step.__wrapped__ is torch.optim.AdamW.step, "the scheduler's wrapper of torch's own"
-    assert "clip_grad_by_norm" not in vars(plugin)
 
 
 def test_several_optimizers_under_manual_optimization(tmp_path: Path) -> None:
@@ -166,3 +174,72 @@ def test_several_optimizers_under_manual_optimization(tmp_path: Path) -> None:
     assert fit(Manual(), tmp_path, [compile_]) == pytest.approx(eager, rel=1e-5)
     assert compile_.record.report["optimizer"]["form"] == "functional, functional"
     assert compile_.record.report["optimizer"]["tensors"] == 14
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+class WrongFrom(L.Callback):
+    """From one step on, what was compiled writes a weight a thousandth off."""
+
+    def __init__(self, step: int, patch: pytest.MonkeyPatch) -> None:
+        self._from, self._patch = step, patch
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step + 1 == self._from:
+            run = Chunk.__call__
+
+            def wrong(chunk: Chunk, lists: Any, *given: Any) -> None:
+                run(chunk, lists, *given)
+                lists[0][0][0].detach().view(-1)[0].add_(1e-3)
+
+            self._patch.setattr(Chunk, "__call__", wrong)
+
+
+def test_its_checks_are_in_the_record(tmp_path: Path) -> None:
+    compile_ = compiled()
+    fit(Scheduled(), tmp_path, [compile_], max_steps=10)
+    parity, audits = compile_.record.report["parity"], compile_.record.audits
+    assert (parity["verdict"], parity["checks"], parity["how"]) == ("passed", 1, ["exact"])
+    assert {"weight", "exp_avgs", "exp_avg_sqs"} == parity["worst"].keys()
+    assert audits is not None
+    assert (audits.verdict, audits.steps, audits.last_clean_step) == ("clean", [2, 4, 8, 10], 10)
+    assert compile_.record.eager_parts == {}
+
+
+def test_an_update_that_becomes_wrong_goes_eager_and_the_run_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_ = compiled()
+    losses = fit(Scheduled(), tmp_path, [WrongFrom(3, monkeypatch), compile_], max_steps=10)
+    record = compile_.record
+    assert (record.status, len(losses)) == ("finished", 10)
+    assert list(record.eager_parts) == ["optimizer"]
+    assert "differs from torch's: weight" in record.eager_parts["optimizer"]
+    assert record.audits is not None
+    assert (record.audits.verdict, record.audits.last_clean_step) == ("went eager", 2)
+    assert record.audits.steps == [2, 4, 5], "a difference counts when it shows twice"
+    assert record.audits.reason is not None
+    assert "since step 2" in record.audits.reason
+    assert record.report["optimizer"]["form"] == "eager"
+
+
+def test_an_update_that_is_never_right_trains_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = fit(Scheduled(), tmp_path, [])
+    compile_ = compiled()
+    assert fit(Scheduled(), tmp_path, [WrongFrom(1, monkeypatch), compile_]) == eager
+    assert compile_.record.report["parity"]["verdict"] == "failed"
+    assert list(compile_.record.eager_parts) == ["optimizer"]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_on_difference_fail_ends_the_run(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ParityError, match=r"^on_difference=fail: AdamW's step .*differs from torch's"):
+        fit(Scheduled(), tmp_path, [WrongFrom(step, monkeypatch), compiled(on_difference="fail")])
+
+
+def test_on_compile_error_fail_ends_the_run(tmp_path: Path) -> None:
+    backends.register()
+    compile_ = Compile([Optimizer(backend=backends.BROKEN_FORWARD)], on_compile_error="fail")
+    with pytest.raises(CompileFailed, match=r"^on_compile_error=fail: AdamW's step .*compiles no forward"):
+        fit(Scheduled(), tmp_path, [compile_])

@@ -193,9 +193,6 @@ def test_an_optimizer_that_replaces_the_first_one_is_the_one_that_steps(name: st
     assert compiled.rates == eager.rates
     if name == "captured":
         assert compile_.record.report["recorded"]["graphs"] >= 1
-    if step == 3:
-        assert compile_.record.audits is not None
-        assert compile_.record.audits.not_compared["update"] == "the training has replaced its optimizer"
 
 
 @pytest.mark.parametrize("how", ["emptied", "removed", "replaced"])

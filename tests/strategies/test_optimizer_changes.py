@@ -1,0 +1,595 @@
+"""``compile=optimizer`` while a training changes what is optimized; and how its steps are checked, always against
+torch's own."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies import Optimizer, Program
+from strategies.optimizer import installed
+from strategies.optimizer.calls import FUNCTIONS, Reader
+from strategies.optimizer.step import OwnStep, graphed, install
+from strategies.region import Checking
+from tests.strategies import backends
+from tests.strategies.modules import Block, Stack
+from tests.strategies.test_optimizer import OPTIMIZERS, Both, Made, adamw
+
+STATEFUL = {name: OPTIMIZERS[name] for name in ("AdamW", "AdamW fused", "SGD", "SGD nesterov")}
+
+
+def on_both(both: Both, change: Callable[[Any, Made], None]) -> None:
+    for module, optimizer in both:
+        change(module, optimizer)
+
+
+def replaced(module: Any, optimizer: Made) -> None:
+    torch.manual_seed(3)
+    without_state(module, optimizer)
+    module.head = nn.Linear(8, 3)
+    optimizer.param_groups[0]["params"] = list(module.parameters())
+
+
+def resized(module: Any, rows: int) -> None:
+    """As for new classes, or a smaller vocabulary."""
+    head = module.head
+    head.weight.grad = head.bias.grad = None
+    old_rows = min(rows, len(head.bias))
+    weight, bias = torch.zeros(rows, 8, dtype=head.weight.dtype), torch.zeros(rows, dtype=head.weight.dtype)
+    weight[:old_rows], bias[:old_rows] = head.weight.data[:old_rows], head.bias.data[:old_rows]
+    head.weight.data, head.bias.data = weight, bias
+
+
+def without_state(module: Any, optimizer: Made) -> None:
+    for parameter in module.head.parameters():
+        optimizer.state.pop(parameter, None)
+
+
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL)
+@pytest.mark.usefixtures("graphs")
+def test_a_parameter_that_is_replaced_is_trained(make: Any) -> None:
+    both = Both(make)
+    both.train(4)
+    on_both(both, replaced)
+    both.train(4)
+    both.are_alike()
+    assert both.update.state == "compiled"
+
+
+@pytest.mark.parametrize("rows", [64, 1])
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_parameter_may_grow_and_shrink(backend: str, make: Any, rows: int) -> None:
+    if backend == "inductor" and make is not OPTIMIZERS["SGD"]:
+        pytest.skip("one of them with Inductor will do")
+    both = Both(make, backend=backend)
+    both.train(4)
+
+    def change(module: Any, optimizer: Made) -> None:
+        resized(module, rows)
+        without_state(module, optimizer)
+
+    on_both(both, change)
+    both.train(4)
+    both.are_alike()
+    assert both.update.state == "compiled"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_layers_exchanged_between_groups_take_the_rates_of_their_groups() -> None:
+    def two_rates(given: Iterable[Any]) -> Made:
+        given = list(given)
+        return torch.optim.AdamW([{"params": given[:8], "lr": 1e-2}, {"params": given[8:], "lr": 1e-4}])
+
+    def exchange(module: Any, optimizer: Made) -> None:
+        first, second = optimizer.param_groups
+        first["params"][2], second["params"][1] = second["params"][1], first["params"][2]
+        first["params"][4:8], second["params"][2:6] = second["params"][2:6], first["params"][4:8]
+
+    both = Both(two_rates)
+    both.train(3)
+    on_both(both, exchange)
+    looked = both.update.looked
+    both.train(3)
+    both.are_alike()
+    assert both.update.looked == looked + 1
+
+
+@pytest.mark.usefixtures("graphs")
+def test_parameters_may_change_places_within_a_group() -> None:
+    both = Both(adamw)
+    both.train(3)
+    on_both(both, lambda module, optimizer: optimizer.param_groups[0]["params"].reverse())
+    both.train(3)
+    both.are_alike()
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL)
+def test_a_state_that_is_loaded_or_reset_is_gone_on_from(make: Any) -> None:
+    both = Both(make)
+    both.train(2)
+    kept = [copy.deepcopy(optimizer.state_dict()) for optimizer in both.optimizers]
+    both.train(2)
+    for optimizer, state in zip(both.optimizers, kept, strict=True):
+        optimizer.load_state_dict(state)
+    both.train(2)
+    on_both(both, without_state)
+    both.train(2)
+    for optimizer in both.optimizers:  # in place, as a loop restores it that keeps tensors by identity
+        for entry in optimizer.state.values():
+            for value in entry.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+    both.train(2)
+    on_both(both, lambda module, optimizer: optimizer.state.clear())
+    both.train(3)
+    both.are_alike()
+    assert both.update.state == "compiled"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_single_count_that_is_set_back_counts_for_its_parameter_alone() -> None:
+    both = Both(adamw)
+    both.train(3)
+    on_both(both, lambda module, optimizer: optimizer.state[module.head.bias]["step"].zero_())
+    both.train(3)
+    both.are_alike()
+
+
+@pytest.mark.usefixtures("graphs")
+def test_sets_of_parameters_may_take_turns() -> None:
+    both = Both(adamw)
+    for step in range(16):
+        for module in both.modules:
+            module.layers[step % 2].requires_grad_(False)
+            module.layers[1 - step % 2].requires_grad_(True)
+        both.train(1, seed=step)
+    both.are_alike()
+    assert both.update.state == "compiled"
+    assert both.update.looked == 3, "each of them once, and the first again: some of its parameters have missed a step"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_what_changes_all_the_time_is_left_to_torch() -> None:
+    both = Both(adamw)
+    for step in range(16):
+        on_both(both, lambda module, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())))
+        both.train(1, seed=step)
+    both.are_alike()
+    assert both.update.state == "failed"
+    assert "change all the time" in both.program.given_up["optimizer"]
+
+
+@pytest.mark.usefixtures("graphs")
+def test_weights_tied_by_their_memory_are_left_to_torch() -> None:
+    both = Both(adamw)
+    both.train(2)
+
+    def tie(module: Any, optimizer: Made) -> None:
+        module.layers[1].linear.weight.data = module.layers[0].linear.weight.data
+
+    on_both(both, tie)
+    both.train(3)
+    both.are_alike()
+
+
+@pytest.mark.usefixtures("graphs")
+def test_complex_and_sparse_groups_are_left_to_torch_and_the_others_compiled() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(8, 8)
+            self.rows = nn.Embedding(4, 8)
+            self.rows.sparse = True
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return self.net(x_BD) + self.rows(torch.tensor([1, 3])).sum()
+
+    def grouped(given: Iterable[Any]) -> Made:
+        given = list(given)
+        return torch.optim.SGD([{"params": given[:2]}, {"params": given[2:]}], lr=0.1)
+
+    both = Both.__new__(Both)
+    both.modules = [Mixed(), Mixed()]
+    both.optimizers = [grouped(module.parameters()) for module in both.modules]
+    both.program = Program(module=both.modules[1], optimizers=(both.optimizers[1],))
+    both.update = Optimizer(backend=backends.COUNTING).update_for(both.optimizers[1], both.program)
+    install(both.optimizers[1], both.update)
+    both.train(4)
+    both.are_alike()
+    assert any("sparse gradients" in note for note in both.program.notes)
+    assert both.update.state == "compiled"
+    assert both.update.facts()["tensors"] == 2
+
+
+@pytest.mark.usefixtures("graphs")
+def test_gradients_read_after_a_step_are_the_clipped_ones() -> None:
+    both = Both(OPTIMIZERS["SGD nesterov"])
+    for _ in range(4):
+        seen = []
+        for module, optimizer in both:
+            module.zero_grad()
+            (module(torch.ones(2, 8)).square().mean() * 10).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+            optimizer.step()
+            seen.append([one.grad.clone() for one in module.parameters()])
+        torch.testing.assert_close(seen[1], seen[0])
+        assert nn.utils.get_total_norm(seen[1]) <= 0.0101
+    both.are_alike()
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_stance_that_forces_eager_lets_torchs_own_step_run_meanwhile() -> None:
+    both = Both(adamw)
+    both.train(2)
+    with torch.compiler.set_stance("force_eager"):
+        both.train(2)
+    both.train(2)
+    both.are_alike()
+    assert both.update.state == "compiled"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_gradient_scaler_unscales_before_the_step() -> None:
+    both = Both(lambda given: torch.optim.AdamW(given, lr=1e-2, fused=True))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    for step in range(6):
+        for (module, optimizer), scaler in zip(both, scalers, strict=True):
+            optimizer.zero_grad()
+            loss = module(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+            scaler.scale(loss * (float("inf") if step == 3 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    both.are_alike()
+    assert both.update.state == "compiled"
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+class Faulty:
+    """Compiles right; what it compiled does something else as soon as ``wrong`` is set."""
+
+    def __init__(self) -> None:
+        self.wrong: Callable[[Any], None] | None = None
+        self.error: Exception | None = None
+
+    def __call__(self, function: Callable[..., None]) -> Callable[..., None]:
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+
+        def run(parts: Any) -> None:
+            if self.error is not None:
+                raise self.error
+            compiled(parts)
+            if self.wrong is not None:
+                with torch.no_grad():
+                    self.wrong(parts[0][0])
+
+        return run
+
+
+def faulty(make: Callable[[Iterable[Any]], Made] = adamw, mode: str = "on") -> tuple[Both, Faulty]:
+    both = Both(make)
+    compiler = Faulty()
+    both.update._compiler = compiler
+    both.update._checking = Checking(mode=mode)
+    return both, compiler
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "one weight a thousandth off": lambda lists: lists[0][0].add_(1e-5),
+    "weights not updated in a row": lambda lists: lists[0][0].view(-1)[:1].add_(1e-3),
+    "a state that is not written": lambda lists: lists[3][0].mul_(0.999),
+    "no number": lambda lists: lists[0][-1].view(-1)[:1].fill_(float("nan")),
+}
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_wrong_update_is_found_before_it_is_ever_in_force(fault: Callable[[Any], None]) -> None:
+    both, compiler = faulty()
+    compiler.wrong = fault
+    both.train(1)
+    assert both.update.state == "checking", "a difference counts when it shows twice"
+    both.train(3)
+    both.are_alike()
+    assert (both.update.state, bool(both.update.differs), both.update.looked) == ("failed", True, 2)
+    assert any(one.share > 1 for one in both.update.checks)
+    assert "differs from torch's" in both.program.given_up["optimizer"]
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_an_update_that_becomes_wrong_is_found_once_somebody_asks(fault: Callable[[Any], None]) -> None:
+    both, compiler = faulty()
+    both.train(4)
+    assert both.update.state == "compiled"
+    compiler.wrong = fault
+    both.update.check_next_step()
+    assert both.update.state == "checking"
+    both.train(4)
+    both.are_alike()
+    assert both.update.state == "failed"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_difference_that_shows_once_does_not_count() -> None:
+    both, compiler = faulty()
+    compiler.wrong = FAULTS["no number"]
+    both.train(1)
+    compiler.wrong = None
+    both.train(3)
+    both.are_alike()
+    assert both.update.state == "compiled"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_without_parity_nothing_is_checked() -> None:
+    both, _ = faulty(mode="off")
+    both.train(3)
+    both.are_alike()
+    assert (both.update.state, both.update.looked) == ("compiled", 0)
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_compile_that_fails_in_mid_training_loses_nothing(at: int) -> None:
+    """At the chunk ``at`` of a step of four: what was done before it stays, the rest is torch's own."""
+    both, compiler = faulty()
+    both.train(3)
+    calls = iter(range(100))
+
+    def wrong(lists: Any) -> None:
+        if next(calls) == at - 1:
+            compiler.error = torch._dynamo.exc.BackendCompilerFailed(backends._refuse, RuntimeError("no memory"), None)
+
+    compiler.wrong = wrong
+    if not at:
+        compiler.error = torch._dynamo.exc.BackendCompilerFailed(backends._refuse, RuntimeError("no memory"), None)
+    both.train(1)
+    both.are_alike()
+    assert both.update.state == "failed"
+    assert "does not compile once more" in both.program.given_up["optimizer"]
+    both.train(3)
+    both.are_alike()
+
+
+@pytest.mark.usefixtures("graphs")
+def test_gradients_in_another_layout_are_checked_anew() -> None:
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Conv2d(4, 8, 3)
+
+    both = Both(adamw, module)
+    for strided in (False, False, False, True, True):
+        for each, optimizer in both:
+            gradient = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(1))
+            each.weight.grad = gradient.to(memory_format=torch.channels_last) if strided else gradient
+            each.bias.grad = torch.ones(8)
+            optimizer.step()
+    both.are_alike()
+    assert both.update.looked == 2
+
+
+# ---- within a captured step ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_replay_counts_and_writes_its_rates_and_knows_when_it_does_not_fit() -> None:
+    both = Both(adamw)
+    module, optimizer, update = both.modules[1], both.optimizers[1], both.update
+    assert not update.ready
+    first = update.constants()
+    both.train(2)
+    assert graphed(optimizer) is update
+    assert update.ready
+    update.prepare()
+    number = update.constants()
+    assert number == first, "a graph that is captured after a step or two has the same key"
+    optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.75))
+    assert update.constants() == number
+    update.count()
+    assert {float(entry["step"]) for entry in optimizer.state.values()} == {3.0}
+    assert sorted(map(float, update.scalars())) == [0.5, 0.5, 0.75, 2.0], "two steps were made before"
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    assert update.constants() != number, "it is taken by value"
+    optimizer.param_groups[0]["weight_decay"] = 0.01
+    optimizer.state[module.head.bias]["step"].zero_()
+    assert update.constants() != number, "one graph has one count for all"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_what_was_to_be_captured_and_fails_is_captured_as_torchs_own_step() -> None:
+    both, compiler = faulty()
+    compiler.wrong = FAULTS["no number"]
+    held = graphed(both.optimizers[1])
+    both.train(3)
+    assert both.update.state == "failed"
+    held.prepare()
+    with held.capturable():
+        held.constants()
+    held.count()
+    held.release()
+    assert isinstance(graphed(both.optimizers[1]), OwnStep)
+    both.train(2)
+    both.are_alike()
+
+
+# ---- torch's own steps are read --------------------------------------------------------------------------------------
+
+
+def test_torchs_steps_call_the_functions_that_are_read() -> None:
+    """Private to torch: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/optim/adam.py"""
+    kinds: dict[Any, dict[str, Any]] = {
+        torch.optim.Adam: {},
+        torch.optim.AdamW: {},
+        torch.optim.SGD: {"momentum": 0.9},
+        torch.optim.RAdam: {},
+        torch.optim.RMSprop: {},
+        torch.optim.Adadelta: {},
+        torch.optim.Adamax: {},
+        torch.optim.Rprop: {},
+    }
+    for kind, options in kinds.items():
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = kind([weight], **options)
+        weight.grad = torch.ones(3)
+        reader = Reader.of(optimizer)
+        assert reader is not None, kind
+        assert reader.name in FUNCTIONS
+        (call,) = reader.read()
+        assert call.parameters[0] is weight
+        assert call.gradients[0] is weight.grad
+        torch.testing.assert_close(weight.detach(), torch.ones(3), msg="reading changes nothing")
+    assert Reader.of(torch.optim.NAdam([weight])) is None
+
+
+# ---- many small set-ups ----------------------------------------------------------------------------------------------
+
+KINDS: list[tuple[Any, Callable[[random.Random], dict[str, Any]]]] = [
+    (
+        torch.optim.AdamW,
+        lambda draw: {
+            "lr": draw.choice([1e-2, 1e-3]),
+            "betas": draw.choice([(0.9, 0.999), (0.8, 0.95)]),
+            "amsgrad": draw.random() < 0.3,
+            "maximize": draw.random() < 0.2,
+            "foreach": draw.choice([None, True, False]),
+        },
+    ),
+    (torch.optim.Adam, lambda draw: {"lr": 1e-3, "weight_decay": draw.choice([0.0, 0.1]), "eps": 1e-6}),
+    (
+        torch.optim.SGD,
+        lambda draw: {
+            "lr": 1e-2,
+            "momentum": (momentum := draw.choice([0.0, 0.9])),
+            "nesterov": momentum > 0 and draw.random() < 0.5,
+            "weight_decay": draw.choice([0.0, 0.1]),
+            "foreach": draw.choice([None, True, False]),
+        },
+    ),
+    (torch.optim.RMSprop, lambda draw: {"momentum": draw.choice([0.0, 0.9]), "centered": draw.random() < 0.5}),
+    (torch.optim.RAdam, lambda draw: {"decoupled_weight_decay": draw.random() < 0.5, "weight_decay": 0.1}),
+    (torch.optim.Adamax, lambda draw: {}),
+    (torch.optim.Rprop, lambda draw: {}),
+    (torch.optim.Adadelta, lambda draw: {}),
+    (torch.optim.NAdam, lambda draw: {}),
+    (torch.optim.Adagrad, lambda draw: {"lr_decay": draw.choice([0.0, 0.1])}),
+    (torch.optim.ASGD, lambda draw: {"t0": draw.choice([3, 1e6])}),
+]
+
+
+class Scaled(Stack):
+    """With a scalar and a parameter that is not contiguous."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(nn.ModuleList([Block() for _ in range(blocks)]))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.mixed = nn.Parameter(torch.randn(8, 8).t())
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return super().forward(x_BD @ self.mixed) * self.scale
+
+
+def change(draw: random.Random, module: Any, optimizer: Made) -> None:
+    what = draw.randrange(14)
+    if what == 0:
+        optimizer.param_groups[-1]["lr"] *= 0.5
+    elif what == 1:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif what == 2:
+        module.layers[0].requires_grad_(draw.random() < 0.5)
+    elif what == 3:
+        torch.manual_seed(5)
+        old, module.head = module.head, nn.Linear(8, draw.randrange(1, 5)).to(module.stem.weight.dtype)
+        gone = set(map(id, old.parameters()))
+        group = optimizer.param_groups[0]
+        group["params"] = [one for one in group["params"] if id(one) not in gone] + list(module.head.parameters())
+        for parameter in old.parameters():
+            optimizer.state.pop(parameter, None)
+    elif what == 4:
+        torch.manual_seed(6)
+        module.extra = nn.Linear(2, 2)
+        optimizer.add_param_group({"params": list(module.extra.parameters())})
+    elif what == 5 and len(optimizer.param_groups[-1]["params"]) > 1:
+        optimizer.param_groups[0]["params"].append(optimizer.param_groups[-1]["params"].pop())
+    elif what == 6:
+        optimizer.state.pop(module.stem.weight, None)
+    elif what == 7:
+        optimizer.param_groups[0]["weight_decay"] = draw.choice([0.0, 0.01, 0.1])
+    elif what == 8:
+        resized(module, draw.randrange(1, 6))
+        without_state(module, optimizer)
+    elif what == 9:
+        module.stem.weight.data = module.stem.weight.data.t().clone().t()
+        module.stem.bias.data = module.stem.bias.data * 0.5
+    elif what == 10 and "betas" in optimizer.param_groups[0]:
+        optimizer.param_groups[0]["betas"] = (draw.choice([0.8, 0.9]), 0.99)
+    elif what == 11 and not isinstance(optimizer, torch.optim.ASGD | torch.optim.Adagrad | torch.optim.NAdam):
+        optimizer.param_groups[0].update(lr=torch.tensor(float(optimizer.param_groups[0]["lr"])), foreach=None)
+    elif what == 12:
+        for parameter in module.parameters():
+            parameter.requires_grad_(draw.random() < 0.7)
+        module.stem.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("seed", range(2 * len(KINDS)))
+def test_whatever_a_training_does_weights_and_state_are_torchs(seed: int) -> None:
+    draw = random.Random(seed)
+    kind, options = KINDS[seed % len(KINDS)]
+    chosen, blocks = options(draw), draw.randrange(1, 4)
+    double = draw.random() < 0.3 and kind.__name__.lower() in FUNCTIONS
+    split = draw.random() < 0.5
+
+    def module() -> nn.Module:
+        torch.manual_seed(seed)
+        made = Scaled(blocks)
+        return made.double() if double else made
+
+    def make(given: Iterable[Any]) -> Made:
+        given = list(given)
+        if not split:
+            return kind(given, **chosen)
+        vectors = {"params": [p for p in given if p.ndim < 2], "weight_decay": 0.0}
+        return kind([{"params": [p for p in given if p.ndim > 1]}, vectors], **chosen)
+
+    both = Both(make, module, backend=draw.choice(["eager", "aot_eager"]))
+    for step in range(14):
+        state = draw.getstate()
+        for each, optimizer in both:
+            draw.setstate(state)
+            if step % 2 and step > 2:
+                change(draw, each, optimizer)
+        both.train(1, seed=step)
+        both.are_alike(rtol=1e-4, atol=1e-5)
+    assert not both.update.reason, both.update.reason
+    assert both.update.looked
+    assert installed(both.optimizers[1]) is both.update
+
+
+@pytest.mark.parametrize("name", ["AdamW amsgrad maximize", "SGD nesterov"])
+def test_inductor_trains_as_torch_does_in_bfloat16_and_double(name: str) -> None:
+    for dtype, closeness in ((torch.bfloat16, 1e-2), (torch.float64, 1e-7)):
+
+        def module(dtype: torch.dtype = dtype) -> nn.Module:
+            torch.manual_seed(0)
+            return nn.ModuleList([nn.Linear(8, 8, dtype=dtype)])
+
+        both = Both(OPTIMIZERS[name], module, backend="inductor")
+        for step in range(5):
+            for each, optimizer in both:
+                generator = torch.Generator().manual_seed(step)
+                for parameter in each.parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+                optimizer.step()
+        assert both.update.state == "compiled"
+        for theirs, ours in zip(both.modules[0].parameters(), both.modules[1].parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=closeness, atol=closeness)
