@@ -9,6 +9,7 @@ about 10 microseconds a step on every further one, used or not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,9 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from strategies import Region
-from strategies.errors import one_line
-from strategies.regions import give_up, guard_calls, rest, wake
-from trainer.guards import CompiledNothing
+from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import kinds, replaced
 from trainer.loops.processes import EpochEnds, SigtermAgreement, epoch_ends
@@ -33,7 +30,7 @@ from trainer.telemetry.record import FILE_NAME
 if TYPE_CHECKING:
     from trainer.loops.watch import Watch
 
-__all__ = ["Compile", "CompiledNothing"]
+__all__ = ["Compile", "CompileFailed", "CompiledNothing", "ParityError"]
 
 SHARED_FOLDER = "compile_runs"
 """Below the Trainer's ``default_root_dir``: records of trainings without a folder of logs."""
@@ -60,7 +57,7 @@ class Compile(CompiledTraining, L.Callback):
 
     Raises:
         ValueError: Strategies that conflict, or options that this machine or module does not have.
-        CompiledNothing, ParityError, RecompileError: See ``trainer.guards.guards``.
+        CompiledNothing, CompileFailed, ParityError, RecompileError: Where an option asks for it.
     """
 
     watch: Watch | None = None
@@ -68,6 +65,11 @@ class Compile(CompiledTraining, L.Callback):
     _sigterm: SigtermAgreement | None = None
     failed_by: BaseException | None = None
     """What ended the training; what is behind an error, where that is another process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, by ``copy`` or ``pickle``, has the same settings, and nothing of a training: libraries copy the
+        callbacks that they are given."""
+        return functools.partial(type(self), **{**self._arguments, "record": None}), ()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Apply the strategies once the module's own ``setup`` and ``configure_model`` have built what is compiled."""
@@ -104,25 +106,13 @@ class Compile(CompiledTraining, L.Callback):
             from trainer.loading import pad_loaders
 
             pad_loaders(trainer, program)
-        if self._guarding.on_compile_error == "eager" and trainer.world_size == 1:
-            guard_calls(program, self._evaluates_eager)  # until a training's guards decide
-        rest(self.program)
-
-    def _evaluates_eager(self, region: Region, error: Exception) -> None:
-        assert self.program is not None
-        rank_zero_warn(f"on_compile_error=eager: {region.kind} runs eager: {one_line(error)}")
-        give_up(self.program, [one for one in self.program.regions if one.kind == region.kind], one_line(error))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""
         if trainer.world_size > 1:
             self._epoch_ends = epoch_ends(trainer)
         self._keep_record(trainer)
-        wake(self.program)
-        loop = LightningLoop(trainer)
-        if self.strategies:
-            self._settings.callback(loop.take_over(self.run_micro_batch))
-        self.begin(loop, logs_of(trainer))
+        self.begin(LightningLoop(trainer), logs_of(trainer))
         self._keep_record(trainer)  # in a script it has a place only now
 
     def on_train_batch_start(
@@ -150,29 +140,28 @@ class Compile(CompiledTraining, L.Callback):
         """Validation is not part of any step."""
         if trainer.state.fn == "fit":
             self.pause("validating")
-        else:
-            wake(self.program)
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What was compiled serves again."""
-        wake(self.program)
-
-    on_predict_start = on_test_start
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Its shapes have all come."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and self._recompiles is not None:
+            self._recompiles.validated()
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self.watch is not None:
             self.watch.check()
-        self.mark_step()
+        self.evaluation_begins(batch)
 
     on_test_batch_start = on_validation_batch_start
     on_predict_batch_start = on_validation_batch_start
 
-    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_validation_batch_end(self, *_: Any) -> None:
         """Validation within a training is guarded, too."""
-        if trainer.state.fn == "fit":
-            self.validation_batch_ends()
+        self.evaluation_ends()
+
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
+    on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is not part of any step."""
@@ -194,11 +183,9 @@ class Compile(CompiledTraining, L.Callback):
         else:
             self.failed_by = exception
         self.fail(self.failed_by)
-        rest(self.program)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.close()
-        rest(self.program)
         if self.watch is not None and self._own is not None:  # else its owner says when
             self.watch.end()
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from strategies.loop import Loop, gathered
-from trainer.guards.snapshot import random_state, set_random_state
+from strategies.region_state import random_state, set_random_state
 from trainer.loops.checkpoint_io import META, AtomicCheckpointIO, beside, damaged, is_directory
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import on_sigterm

@@ -7,7 +7,6 @@ and errors are immediate. Exit codes: 0 finished, 1 failed, 2 refused before any
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -158,6 +157,7 @@ def _help(self: Hydra, config_name: str | None, args_parser: Any, args: Any) -> 
     print(f"{EXAMPLES}\nchoose (what this command would take comes first):")
     for group, meaning in GROUPS.items():
         options = sorted(repository.get_group_options(group, ObjectType.CONFIG))
+        options = [option for option in options if not getattr(known.get(group, {}).get(option), "removed", False)]
         print(f"  {group}={chosen.get(group) or ''}  {meaning}")
         explained = [option for option in options if option in known.get(group, {})]
         for option in explained:
@@ -242,13 +242,7 @@ def train(cfg: DictConfig) -> int:
         start_early(config.trainer, run_dir)
     if is_first_process() and to_import and SWEEP_VARIABLE not in os.environ:  # a cell's last line is its reason
         print("importing torch and Lightning", file=sys.stderr, flush=True)
-    with contextlib.ExitStack() as stack:
-        sharded = config.trainer.strategy.startswith("fsdp")
-        if any(one.helper for one in config.compile.values()) and not sharded and not isinstance(config.run, Peer):
-            from trainer.background import early
+    with importing():  # only now: torch takes seconds to import, and reads where its caches are
+        from trainer.run import run
 
-            stack.enter_context(early(config.compile.values()))  # it takes as long to import
-        with importing():  # only now: torch takes seconds to import, and reads where its caches are
-            from trainer.run import run
-
-        return run(config, run_dir=run_dir, command=command).exit_code
+    return run(config, run_dir=run_dir, command=command).exit_code

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -112,7 +113,11 @@ def to_config(cfg: DictConfig, overrides: Iterable[str] = ()) -> Config:
     for option in dataclasses.fields(Config):
         if option.name != "compile":
             parts[option.name] = _build(cfg, option.name, unset, complaints)
-    parts["compile"] = {str(name): _build(cfg, f"compile.{name}", unset, complaints) for name in cfg.compile}
+    with warnings.catch_warnings(record=True) as warned:  # names of strategies that are no more
+        warnings.simplefilter("always")
+        parts["compile"] = {str(name): _build(cfg, f"compile.{name}", unset, complaints) for name in cfg.compile}
+    for warning in warned:
+        print(f"warning: {warning.message}", file=sys.stderr)
     try:
         config = Config(**parts)
     except ValueError as error:
@@ -183,8 +188,9 @@ def task_name(task: DictConfig) -> str:
 
 def strategy_names(compile: DictConfig | None) -> str:
     """Directory name of a combination: names in the order of their stages joined by ``+``, or ``eager``."""
-    kinds = [OmegaConf.get_type(compile, str(name)) for name in compile or {}]
-    chosen = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Strategy) and kind is not Strategy]
+    given = [OmegaConf.get_type(compile, str(name)) for name in compile or {}]
+    kinds = [kind for kind in given if isinstance(kind, type) and issubclass(kind, Strategy) and kind is not Strategy]
+    chosen = [kind for kind in kinds if not kind.removed]
     return "+".join(kind.name for kind in sorted(chosen, key=lambda kind: (kind.stage, kind.name))) or "eager"
 
 

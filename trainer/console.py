@@ -24,7 +24,7 @@ from trainer.checkpoints import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
 from trainer.telemetry.files import headlines, number
 from trainer.telemetry.profile import profile_line
-from trainer.telemetry.record import FILE_NAME, RankFigures, RunRecord, communication_of
+from trainer.telemetry.record import FILE_NAME, AuditDifference, RankFigures, RunRecord, communication_of
 from trainer.telemetry.telemetry import Telemetry
 
 ERROR_LOG = "error.log"
@@ -32,7 +32,7 @@ ERROR_LOG = "error.log"
 REFRESH_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
 """Between two lines where nothing live can be drawn (a file, a CI log)."""
-SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "auditing", "profiling", "finishing"})
+SHOWN_BY_OTHERS = frozenset({"starting", "training", "validating", "saving", "profiling", "finishing"})
 """Phases that the progress bar of a script's own framework shows."""
 
 
@@ -43,7 +43,7 @@ class ProgressView:
         console: Where to draw.
         style: ``auto`` (live on a terminal, else plain), ``live``, ``plain`` or ``none``.
         total: Optimizer steps, or timed batches, at which the run ends. None: another progress bar shows the training,
-            and lines are printed for the preflight and compiling alone.
+            and lines are printed for checks and compiling alone.
         telemetry: Gives the run's telemetry at the moment of asking.
         print_line: Prints a line, without harm to that bar; ``console`` does when None.
     """
@@ -205,8 +205,7 @@ def summary(record: RunRecord) -> dict[str, str]:
         **headlines(found, {name: kind.headlines for name, kind in STRATEGIES.items()}),
         "CUDA graphs skipped": str(record.cudagraph_skips or ""),
         "first step": _milliseconds(record.first_step_seconds),
-        "warm-up": _with("{} s in {} steps", record.warmup_seconds, record.warmup_steps)
-        + _with(", preflight {} s of it", record.preflight_seconds),
+        "warm-up": _with("{} s in {} steps", record.warmup_seconds, record.warmup_steps),
         # The mean is what rates and ratios are made of.
         "steady step": ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in took.items() if each is not None),
         "new shapes": _new_shapes(record),
@@ -271,18 +270,17 @@ def _parity(record: RunRecord) -> str:
         return ""
     if facts["verdict"] in ("skipped", "not compared"):
         return f"not compared: {facts['reason']}"
-    if facts.get("draws"):  # other random numbers than eager's
-        return f"{facts['verdict']} (means of several draws)"
-    # A step under manual optimization may show no loss; published records hold the verdict alone.
-    seen = next((name for name in ("outputs", "loss", "gradient_norm") if name in facts), None)
-    if seen is None:
-        return str(facts["verdict"])
-    apart, tolerance = (  # JSON has no word for infinity
-        "infinitely far" if facts[seen][name] is None else f"{facts[seen][name]:.1e}"
-        for name in ("difference", "tolerance")
-    )
-    before = f" in the run of {facts['compared']}" if "compared" in facts else ""
-    return f"{facts['verdict']}{before} ({seen.replace('_', ' ')} {apart} apart, tolerance {tolerance})"
+    verdict = str(facts["verdict"])
+    apart = {kind: AuditDifference(**one) for kind, one in facts.get("worst", {}).items()}
+    if not apart:  # as in records of before 2026-11-27
+        return verdict
+    kind, worst = max(apart.items(), key=lambda item: item[1].share)
+    means = ", means of several draws" if "seeds" in facts["how"] else ""
+    return f"{verdict} ({facts['checks']} checks{means}; {_apart(kind, worst)})"
+
+
+def _apart(kind: str, one: AuditDifference) -> str:
+    return f"{kind} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}"
 
 
 def _audits(record: RunRecord) -> str:
@@ -290,7 +288,7 @@ def _audits(record: RunRecord) -> str:
     if audits is None or not audits.steps:
         return "" if audits is None else f"{audits.verdict}: {audits.reason}"
     worst = sorted(audits.worst.items(), key=lambda item: -item[1].share)
-    seen = [f"{kind} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}" for kind, one in worst]
+    seen = [_apart(kind, one) for kind, one in worst]
     seen += [f"{kind} not compared" for kind in audits.not_compared]
     steps = f"{len(audits.steps)}, of steps {audits.steps[0]} to {audits.steps[-1]}"
     return f"{audits.verdict}: {steps}; {'; '.join(seen)}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import os
 import warnings
 import weakref
@@ -12,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -23,15 +26,16 @@ from strategies.buckets.batches import (
     BucketBatchSampler,
     PaddingCollate,
     batch_sizes,
-    evaluation_sizes,
     require_map_style,
     require_replaceable_order,
     with_buckets,
     with_collate,
 )
-from strategies.padding import Padding, length_of
+from strategies.padding import Padding, length_of, to_edge, used_length
 
 MEASURED_AT_ONCE = 64
+PADDING_TOLERANCE = 1e-4
+"""Relative: kernels for another length add up in another order. Padding that counts changes a loss by its own share."""
 
 _measured: weakref.WeakKeyDictionary[Any, NDArray[np.int64]] = weakref.WeakKeyDictionary()
 """Lengths by data set. Not kept in a file: nothing about a data set in general says that it is the one of last time."""
@@ -76,7 +80,7 @@ class LoaderPadder:
         self._collates: dict[str, list[PaddingCollate]] = {"training": [], "validation": []}
         self._batches: BucketBatchSampler | None = None
         if self._trainer.state.fn == "fit":
-            self.padding.edges = self.padding.validation_batch_sizes = ()
+            self.padding.edges = ()
 
     @property
     def padding(self) -> Padding:
@@ -98,8 +102,6 @@ class LoaderPadder:
             return self._process(self._bucketed(loader))
         if not padding.edges:
             self._find_edges(loader)
-        sizes = {*padding.validation_batch_sizes, *evaluation_sizes(loader, self._trainer.limit_val_batches)}
-        padding.validation_batch_sizes = tuple(sorted(sizes, reverse=True))
         return self._process(self._padded(loader, "validation"))
 
     def _find_edges(self, loader: DataLoader[Any]) -> None:
@@ -142,6 +144,7 @@ class LoaderPadder:
                 seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
                 same_every_epoch=trainer.overfit_batches > 0,  # type: ignore[attr-defined]
                 drop_last=loader.drop_last,
+                warm=padding.warm,
             )
         padding.batch_sizes, self._several = batches.rows_by_edge, True
         if self._batches is None:  # not for a loader that Lightning reloads later on
@@ -246,3 +249,36 @@ def measured_lengths(loader: DataLoader[Any], ragged: Sequence[Ragged]) -> NDArr
 def _lengths_of(items: Sequence[Any], *, collate: Callable[[Any], Any], ragged: Sequence[Ragged]) -> list[int]:
     """Lengths of examples, each one as a batch of its own."""
     return [length_of(collate([item]), ragged) for item in items]
+
+
+# ---- what padding does to a loss, which the tools ask ----------------------------------------------------------------
+
+
+def loss_of_padding(module: L.LightningModule, batch: Any, ragged: Sequence[Ragged]) -> str:
+    """A line where ``training_step`` returns another loss on ``batch`` than on the same without what is padding in all
+    of its rows; empty where it does not, and where that cannot be known: it needs a trainer or draws random numbers.
+
+    A copy of ``module`` runs, in eval mode. ``module`` is in training.
+    """
+    shorter = to_edge(batch, ragged, used_length(batch, ragged))
+    if shorter is batch or not module.automatic_optimization:
+        return ""
+    try:
+        copied = copy.deepcopy(module, {id(module.trainer): None}).eval()
+        more = {"batch_idx": 0} if "batch_idx" in inspect.signature(copied.training_step).parameters else {}
+        losses: list[float] = []
+        with isolate_rng(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no trainer to log to
+            for one in (batch, batch, shorter):
+                returned: Any = copied.training_step(copy.deepcopy(one), **more)
+                losses.append(float(returned["loss"] if isinstance(returned, dict) else returned))
+    except Exception:  # somebody else's code, which may rely on what the copy does not have
+        return ""
+    padded, again, without = losses
+    tolerance = PADDING_TOLERANCE * abs(padded)
+    if abs(padded - again) > tolerance or not abs(padded - without) > tolerance:
+        return ""
+    return (
+        f"padding changes the loss: {padded:.6g} of a batch with its padding, {without:.6g} without; attention, "
+        "recurrent layers and the loss have to leave it out"
+    )

@@ -190,14 +190,13 @@ class Config:
     ``hydra.launcher.caches`` says. A single run starts with the machine's, as they are."""
 
     parity: str = "on"
-    """One of ``PARITY``: before the first step, a compiled step must agree with eager's within what eager differs from
-    itself. ``strict`` = half that tolerance, ``off`` = not compared. Later steps are audited: see docs/guards.md."""
-    on_difference: str = "fail"
-    """One of ``ON_DIFFERENCE``: an audited step that is not eager's ends the run before it saves again, or the run
-    continues in eager, with a warning."""
-    on_compile_error: str = "fail"
-    """One of ``ON_COMPILE_ERROR``: what does not compile ends the run before its first step, or continues in eager with
-    a warning, as it does after the first step in any case."""
+    """One of ``PARITY``: what runs compiled must agree with eager within what eager differs from itself, at its first
+    call and at audits of later steps. ``strict`` = half that tolerance, ``off`` = not compared: see docs/guards.md."""
+    on_difference: str = "eager"
+    """One of ``ON_DIFFERENCE``: what is compiled and not eager's runs eager from then on, with a warning, or ends the
+    run before it saves again."""
+    on_compile_error: str = "eager"
+    """One of ``ON_COMPILE_ERROR``: what does not compile runs eager, with a warning, or ends the run."""
     on_slower: str = "warn"
     """One of ``ON_SLOWER``: a compiled run that is slower than eager says so, or continues in eager."""
 

@@ -12,12 +12,12 @@ from strategies import Optimizer as Optimizer
 from strategies import Part as Part
 from strategies import Program as Program
 from strategies import Ragged as Ragged
-from strategies import Region as Region
 from strategies import Regional as Regional
 from strategies import Stage as Stage
 from strategies import Strategy as Strategy
 from strategies import Whole as Whole
 from strategies.optimizer.step import replace_step as replace_step
+from strategies.region import Region as Region
 from strategies.regions import compile_in_place as compile_in_place
 from tasks.base import BatchCounts as BatchCounts
 from tasks.base import Declaration as Declaration

@@ -1,4 +1,4 @@
-"""Guards: what is checked before the first step and while training: does it compile, is it eager's, is it faster.
+"""Guards: what is checked while training: is what runs compiled eager's, does it compile at all, is it faster.
 
 Here is what a run may ask of them, without torch; the guards themselves are imported once something is to be guarded.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PARITY = ("on", "off", "strict")
-ON_COMPILE_ERROR = ("fail", "eager")
+ON_COMPILE_ERROR = ("eager", "fail")
 ON_SLOWER = ("warn", "eager")
-ON_DIFFERENCE = ("fail", "eager")
+ON_DIFFERENCE = ("eager", "fail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +18,9 @@ class Guarding:
     """What is asked for. Raises ValueError for a value that does not exist."""
 
     parity: str = "on"
-    on_compile_error: str = "fail"
+    on_compile_error: str = "eager"
     on_slower: str = "warn"
-    on_difference: str = "fail"
+    on_difference: str = "eager"
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -34,4 +34,12 @@ class Guarding:
 
 
 class CompiledNothing(RuntimeError):
-    """A strategy handed modules to the compiler and none of them was compiled."""
+    """``on_compile_error=fail``: a strategy handed modules to the compiler and none of them was compiled."""
+
+
+class CompileFailed(RuntimeError):
+    """``on_compile_error=fail``: something does not compile."""
+
+
+class ParityError(RuntimeError):
+    """``on_difference=fail``: what runs compiled is not eager's."""

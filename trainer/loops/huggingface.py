@@ -5,16 +5,14 @@
 
 The Trainer keeps its own loop. A few methods are replaced on this one object while it trains. ``training_step`` says
 that a batch begins, ``get_batch_samples`` that batches are fetched, ``_prepare_inputs`` that they are on the device,
-its accelerator's ``backward`` that the loss is there; ``log`` takes figures along. A step that is run apart is made of
-the Trainer's ``training_step``, whatever a subclass made of it. Tried with transformers 5.23 and accelerate 1.15.
+``prediction_step`` that one is evaluated; ``log`` takes figures along. Tried: transformers 5.23, accelerate 1.15.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,11 +23,10 @@ from tqdm.auto import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from strategies import Stage, Strategy
-from strategies.loop import Around, Inspect, RunMicroBatch
+from strategies.loop import RunMicroBatch
 from strategies.padding import Padding, length_of, to_edge
-from strategies.torch_patches import as_capturing
 from trainer.loops.private import replace, replaced
-from trainer.loops.processes import OneProcess, evaluating
+from trainer.loops.processes import OneProcess
 from trainer.loops.training import CompiledTraining, Logs
 
 LOGGED = "speed/"
@@ -102,7 +99,7 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
         program = self.apply_to(
             self._trainer.model, device=args.device, precision=precision_of(self._trainer), print_line=tqdm.write
         )
-        loop = HuggingFaceLoop(self._trainer, self.batch_begins, self._resumed_from, program.padding)
+        loop = HuggingFaceLoop(self._trainer, self, self._resumed_from, program.padding)
         self._hugging_face = loop
         logs = Logs(
             folder=Path(args.output_dir),
@@ -133,9 +130,6 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
         if control.should_evaluate or control.should_save:
             self.pause("validating" if control.should_evaluate else "saving")
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.mark_step()
-
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint may follow an evaluation."""
         if self._trainer.is_in_train and control.should_save:
@@ -156,7 +150,7 @@ def refusals(trainer: Any, strategies: Sequence[Strategy]) -> list[str]:
             args.torch_compile
         ),
         "args.auto_find_batch_size=True begins anew within a training: set a batch size": args.auto_find_batch_size,
-        "DeepSpeed, FSDP and tensor parallelism shard what a step has to be copied from; train on one device": (
+        "DeepSpeed, FSDP and tensor parallelism were not tried: train on one device": (
             trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or getattr(trainer, "is_tp_enabled", False)
         ),
         "several processes or devices: not supported yet; start one process, CUDA_VISIBLE_DEVICES=0": (
@@ -179,18 +173,19 @@ def refusals(trainer: Any, strategies: Sequence[Strategy]) -> list[str]:
 class HuggingFaceLoop(OneProcess):
     """The loop of one ``Trainer.train`` whose model, optimizer and restored state are in place; see ``Loop``.
 
-    ``begins`` is called with each batch when it is on the device and before its training step. ``padding`` pads and
-    sees each batch, of training and evaluation; ``resumed`` is the checkpoint that the training continues from.
+    ``training`` hears of each batch when it is on the device and before its step. ``padding`` pads and sees each batch,
+    of training and evaluation; ``resumed`` is the checkpoint that the training continues from.
     """
 
-    _losses: Callable[[Tensor], None] | None = None
+    manual = True
+    """As under manual optimization, the Trainer itself runs backward and optimizer."""
 
     def __init__(
-        self, trainer: transformers.Trainer, begins: Callable[[Any], None], resumed: str | None, padding: Padding | None
+        self, trainer: transformers.Trainer, training: CompiledTraining, resumed: str | None, padding: Padding | None
     ) -> None:
         self._trainer = cast(Any, trainer)
         self._resumed, self._padding = resumed, padding
-        self._accelerator, self._begins = self._trainer.accelerator, begins
+        self._accelerator, self._training = self._trainer.accelerator, training
         args, state = self._trainer.args, self._trainer.state
         self.module, self.device, self.precision = self._trainer.model, args.device, precision_of(trainer)
         # What accelerate has wrapped, for its own steps.
@@ -200,17 +195,12 @@ class HuggingFaceLoop(OneProcess):
         self.steps_planned, self.directory = state.max_steps, args.output_dir
         self.validates = args.eval_strategy != "no" and self._trainer.eval_dataset is not None
         self.log_every_n_steps = max(1, int(state.logging_steps or 500))
-        self._kind: type = dict
-        self._items: Any = None
         self.batches = 0
         """Of this epoch, so far."""
         self._figures: dict[str, float] = {}
         self._flops = 0.0
-        self._observers = []
         self.saved: Callable[[str], None] = lambda path: None
         """Hears of each checkpoint."""
-        self._audit: Around | None = None
-        self._audited = contextlib.ExitStack()
         self.batch: Any = None
         """The batch under way."""
         self.loss: Tensor | None = None
@@ -221,23 +211,25 @@ class HuggingFaceLoop(OneProcess):
         self._samples = take(trainer, "get_batch_samples", self._get_batch_samples)
         self._prepare = take(trainer, "_prepare_inputs", self._prepare_inputs)
         self._write_log = take(trainer, "log", self._log)
-        self._take_backward = take(self._accelerator, "backward", self._backward)
+        self._predict = take(trainer, "prediction_step", self._prediction_step)
 
     def release(self) -> None:
-        self._audited.pop_all()
         self._replaced.close()
 
     def _training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         inputs = self._trainer._prepare_inputs(inputs)
-        self._kind, self._items = type(inputs), num_items_in_batch
         self.batch = dict(inputs) if isinstance(inputs, Mapping) else inputs
         self._flops = self._trainer.current_flos
-        self._begins(self.batch)
-        micro_batch: Any = HuggingFaceMicroBatch(self, self.batch, self.batches)
-        if self._audit is not None and (audit := self._audit(micro_batch)) is not None:
-            self._audited.enter_context(audit)
-        self.loss = self._observed_step(inputs)
+        self._training.batch_begins(self.batch)
+        self.loss = self._step(model, inputs, num_items_in_batch)
         return self.loss
+
+    def _prediction_step(self, model: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        self._training.evaluation_begins(inputs)
+        try:
+            return self._predict(model, inputs, *arguments, **named)
+        finally:
+            self._training.evaluation_ends()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs, padding = self._prepare(inputs), self._padding
@@ -250,21 +242,6 @@ class HuggingFaceLoop(OneProcess):
     def micro_batch_ends(self) -> None:
         """The Trainer is through with the batch and, where it was the last of a step, with the optimizer."""
         self.batches += 1
-        self._audited.pop_all().close()
-
-    def _observed_step(self, inputs: Any) -> Tensor:
-        """Forward and backward as the Trainer does them."""
-        for before, _ in self._observers:
-            before({"batch": self.batch, "num_items_in_batch": self._items})
-        return self._step(self._trainer.model_wrapped, inputs, self._items)
-
-    def _backward(self, loss: Tensor, **options: Any) -> None:
-        if self._losses is not None:
-            self._losses(loss)
-            return
-        for _, after in self._observers:
-            after(loss.detach())
-        self._take_backward(loss, **options)
 
     def _get_batch_samples(self, epoch_iterator: Any, *arguments: Any, **named: Any) -> Any:
         return self._samples(self.fetched(epoch_iterator), *arguments, **named)
@@ -300,9 +277,6 @@ class HuggingFaceLoop(OneProcess):
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         self._figures.update({name: value for name, value in values.items() if name.startswith(LOGGED)})
 
-    def counters(self) -> list[object]:
-        return [types.SimpleNamespace(**self._of_subclass())]
-
     def count(self, batch: Any) -> tuple[int, int | None, int | None, int | None]:
         """Samples, token positions, those that are no padding (where there is an attention mask), and the Trainer's own
         count of floating-point operations, of the batch under way."""
@@ -314,95 +288,16 @@ class HuggingFaceLoop(OneProcess):
         flops = int(self._trainer.current_flos - self._flops)
         return len(tensors[0]) if tensors else 1, None if words is None else words.numel(), useful, flops or None
 
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """What a subclass of Trainer keeps on itself is put back, too."""
-        kept = self._of_subclass()
-        with replaced(self, "_write_log", lambda *_, **__: None):
-            try:
-                yield
-            finally:
-                for name in self._of_subclass().keys() - kept.keys():
-                    delattr(self._trainer, name)
-                vars(self._trainer).update(kept)
-
-    def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
-        self._mark()
-        self.module.zero_grad()
-        loss = self._step(self._trainer.model_wrapped, self._inputs(batch), self._items)
-        if inspect is not None:
-            inspect(loss)
-        return loss
-
-    def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        losses: list[Tensor] = []
-        with replaced(self, "_losses", losses.append):
-            batch, items = arguments["batch"], arguments["num_items_in_batch"]
-            self._step(self._trainer.model_wrapped, self._inputs(batch), items)
-        return losses[-1] if losses else None
-
-    def optimize(self) -> None:
-        state, largest = self._accelerator.gradient_state, self._trainer.args.max_grad_norm
-        before = state.sync_gradients
-        state._set_sync_gradients(True)  # accelerate leaves out the steps of micro-batches that are not the last
-        try:
-            if largest is not None and largest > 0:
-                self._accelerator.clip_grad_norm_(self._trainer.model_wrapped.parameters(), largest)
-            self._trainer.optimizer.step()
-        finally:
-            state._set_sync_gradients(before)
-
-    def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
-        trainer, model = self._trainer, self._trainer.model_wrapped
-        self._mark()
-        with evaluating(model), as_capturing(False):
-            if step == "validation_step":
-                loss, *_ = trainer.prediction_step(model, self._inputs(batch), prediction_loss_only=True)
-                return {"loss": loss}
-            with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(model, self._inputs(batch), num_items_in_batch=self._items)
-
     def why_not_capture(self) -> Iterable[str]:
         return (CAPTURES,)
 
     def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
         raise RuntimeError(CAPTURES)
 
-    def around_micro_batches(self, around: Around) -> Callable[[], None]:
-        return replace(self, "_audit", around)
-
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
         if self._resumed is not None:
             saved(self._resumed)
         return replace(self, "saved", saved)
-
-    def _inputs(self, batch: Any) -> Any:
-        """``batch`` as the Trainer was given it: a collator may make a ``BatchEncoding``, say."""
-        return self._kind(batch) if isinstance(batch, dict) and self._kind is not dict else batch
-
-    def _of_subclass(self) -> dict[str, Any]:
-        """Attributes that are not the Trainer's own: a subclass may count in them."""
-        return {name: value for name, value in vars(self._trainer).items() if name not in TRAINERS_OWN}
-
-    def _mark(self) -> None:
-        if self.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-
-
-class HuggingFaceMicroBatch:
-    """One batch of a ``HuggingFaceLoop``; see ``MicroBatch``. The Trainer runs it itself; ``run`` repeats it."""
-
-    def __init__(self, loop: HuggingFaceLoop, batch: Any, index: int) -> None:
-        self._loop, self.batch, self.index = loop, batch, index
-        self.arguments: Mapping[str, Any] = {"batch": batch, "num_items_in_batch": loop._items}
-        self.begins = index % loop.micro_batches == 0
-        self.ends = bool(loop._accelerator.gradient_state.sync_gradients)
-
-    def run(self, batch: Any) -> dict[str, Any]:
-        loss = self._loop._observed_step(self._loop._inputs(batch))
-        if self.ends:
-            self._loop.optimize()
-        return {"loss": loss}
 
 
 def precision_of(trainer: transformers.Trainer) -> str:
@@ -413,11 +308,3 @@ def precision_of(trainer: transformers.Trainer) -> str:
     model: Any = trainer.model
     kind = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
     return {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "64-true"}.get(kind, "32-true")
-
-
-TRAINERS_OWN = {
-    name
-    for method in vars(transformers.Trainer).values()
-    for name in getattr(getattr(method, "__code__", None), "co_names", ())
-}
-"""Attributes that ``transformers.Trainer`` itself may set; all others are a subclass's."""

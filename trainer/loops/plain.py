@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.loop import Inspect, RunMicroBatch, SkippedStep
+from strategies.loop import RunMicroBatch
 from trainer.loops.private import replace
-from trainer.loops.processes import OneProcess, evaluating
+from trainer.loops.processes import OneProcess
 
 
 class PlainLoop(OneProcess):
@@ -54,7 +54,6 @@ class PlainLoop(OneProcess):
         self._progress = SimpleNamespace(steps=0, batches=0)
         self._epoch = self._began = 0
         self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
-        self._observers = []
 
     def fit(self, loader: Iterable[Any], training: Any = None) -> Iterator[Tensor | None]:
         """Train on ``loader``, epoch after epoch up to ``max_steps``, one epoch without; yields the loss of each batch,
@@ -125,18 +124,7 @@ class PlainLoop(OneProcess):
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         """There is no logger."""
 
-    def counters(self) -> list[object]:
-        return [self._progress]
-
-    # ---- single steps ----------------------------------------------------------------------------------------------
-
-    def train(self, batch: Any, inspect: Inspect | None = None, *, together: bool = True) -> Tensor:
-        loss = PlainMicroBatch(self, batch, 0).forward_backward(batch)["loss"]
-        if loss is None:
-            raise SkippedStep("training_step returned None on the first batch")
-        if inspect is not None:
-            inspect(loss)
-        return loss
+    # ---- pieces of a step ------------------------------------------------------------------------------------------
 
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
         with self.autocast():
@@ -149,10 +137,6 @@ class PlainLoop(OneProcess):
             self.clip_gradients(self._clip)
         self.optimizers[0].step()
         self._progress.steps += 1
-
-    def evaluate(self, batch: Any, step: str = "validation_step") -> Any:
-        with evaluating(self.module), self.autocast():
-            return getattr(self.module, step)(batch, 0)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """What forward and loss run in."""
@@ -195,17 +179,10 @@ class PlainMicroBatch:
         if self.begins:
             self._loop.optimizers[0].zero_grad()
         arguments = {**self.arguments, "batch": batch}
-        for before, _ in self._loop._observers:
-            before(arguments)
         loss = self._loop.forward_loss(arguments)
-        for _, after in self._loop._observers:
-            after(loss)
         if loss is not None:
             self._loop.backward(loss)
         return {"loss": None if loss is None else loss.detach()}
-
-    def forward(self, batch: Any, index: Any) -> Any:
-        return self._loop.forward_loss({"batch": batch, "batch_idx": index})
 
     def optimize(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         self._loop.optimize()

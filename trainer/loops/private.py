@@ -1,4 +1,4 @@
-"""Lightning's private pieces: what stands in for some, and the steps made of them.
+"""Lightning's private pieces, and what stands in for some.
 
 Lightning is pinned below its next minor version, and a user may install another one all the same. Then nothing ends:
 what needs names that it may have renamed is left out, with that reason (``untried``).
@@ -11,18 +11,12 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import model_helpers
-from torch import Tensor
-
-from strategies.loop import Inspect, SkippedStep, Span
 
 
 def kinds(*classes: Any) -> tuple[Any, ...]:
@@ -41,7 +35,7 @@ def package_of(trainer: L.Trainer) -> Any:
 
 
 def untried(trainer: L.Trainer) -> str | None:
-    """Why no step is run apart from the training in this version of Lightning; None where it was tried."""
+    """Why no step is captured in this version of Lightning; None where it was tried."""
     version = package_of(trainer).__version__
     if version.startswith("2.6."):
         return None
@@ -91,14 +85,6 @@ def replaced(owner: object, name: str, by: Any) -> Iterator[Any]:
         yield before
     finally:
         undo()
-
-
-def muted(logger: Logger) -> Logger:
-    """In the place of ``logger``: writes nothing, and says the same of itself."""
-    properties = {n: property(attrgetter(f"of.{n}")) for n in ("name", "version", "save_dir", "log_dir")}
-    mute: Any = type("Muted", (DummyLogger,), properties)()
-    mute.of = logger  # not the class's: a DummyLogger, that of fast_dev_run, says that it is abstract
-    return cast(Logger, mute)
 
 
 def on_sigterm(trainer: L.Trainer, notice: Callable[[int, Any], None] | None, each_step: Callable[[], None]) -> None:
@@ -155,13 +141,6 @@ class LightningMicroBatch:
             closure()
         return closure.consume_result().asdict()
 
-    def forward(self, batch: Any, index: Any) -> Any:
-        given = {**self._arguments, "batch": batch}
-        if "batch_idx" in given:
-            given["batch_idx"] = index
-        with self._trainer.precision_plugin.train_step_context():  # without DDP, which would prepare for a backward
-            return self._trainer.lightning_module.training_step(*given.values())
-
     def optimize(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         again = self._automatic._make_closure(self._arguments, self._optimizer, self.index)
         evaluations = 0
@@ -193,98 +172,3 @@ class LightningMicroBatch:
             return self._arguments
         self._progress = copy.deepcopy(self._automatic.optim_progress.optimizer)
         return type(self._arguments)({**self._arguments, "batch": batch})
-
-
-# ---- manual optimization -------------------------------------------------------------------------------------------
-#
-# The ``training_step`` of a module with ``automatic_optimization=False`` runs backward and steps the optimizers itself,
-# one or several, once or more, or only for every so many batches. A step of it is therefore training steps in a row,
-# from ``batch_idx=0`` on, until every optimizer has stepped.
-
-MAX_BATCHES = 32
-"""Training steps after which no optimizer is waited for that has not stepped yet."""
-
-
-class ManualSteps:
-    """Steps one module, whose ``arguments`` of a training step are made from a batch and its index, after the hook
-    before the batch.
-
-    The pieces are those of Lightning's manual loop, some of them private to it: optimizers count into its progress,
-    from which ``trainer.global_step`` is read, and a gradient scaler scales. See ``_ManualOptimization`` in
-    https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/pytorch/loops/optimization/manual.py
-    """
-
-    def __init__(self, trainer: L.Trainer, arguments: Callable[[Any, int], Any]) -> None:
-        self._trainer, self._arguments = trainer, arguments
-        self._loop = trainer.fit_loop.epoch_loop.manual_optimization
-        self.span: Span | None = None
-        """Known after the first step, which goes on until every optimizer has stepped."""
-
-    def step(
-        self, batch: Any, inspect: Inspect | None, apart: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> Tensor:
-        """Take a step; returns the numbers that the training steps returned. Raises SkippedStep.
-
-        ``inspect`` is called after every ``manual_backward`` with the loss that it was given, before any scaling. Every
-        training step runs in an ``apart()`` of its own: after each one, Lightning tells DDP to reduce again.
-        """
-        stepped: set[int] = set()
-        returned: list[Tensor] = []
-        grown, span = 0, Span()
-        with self._backwards(inspect) if inspect is not None else contextlib.nullcontext():
-            for number in range(MAX_BATCHES if self.span is None else self.span.batches):
-                counted, seen = self._trainer.global_step, len(stepped)
-                with apart():
-                    returned += _numbers(self._training_step(batch, number, stepped))
-                grown += self._trainer.global_step > counted
-                if len(stepped) > seen:
-                    span = Span(batches=number + 1, steps=max(1, grown))
-                if self.span is None and len(stepped) == len(self._trainer.optimizers):
-                    break
-        if not stepped and all(parameter.grad is None for parameter in self._trainer.lightning_module.parameters()):
-            raise SkippedStep("training_step took no manual_backward and no optimizer step on the first batch")
-        self.span = self.span or span
-        return torch.stack(returned) if returned else torch.empty(0)
-
-    def _training_step(self, batch: Any, number: int, stepped: set[int]) -> dict[str, Any]:
-        """One ``training_step`` as the loop runs it; the numbers of the optimizers that step go into ``stepped``."""
-        arguments = self._arguments(batch, number)
-        self._loop.on_run_start()
-        try:
-            with contextlib.ExitStack() as hooks:
-                for place, optimizer in enumerate(self._trainer.strategy._lightning_optimizers):
-                    optimizer._on_after_step = _marking(stepped, place, optimizer._on_after_step)
-                    # A step past Lightning counts as well, for instance of self.optimizers(use_pl_optimizer=False).
-                    hooks.callback(optimizer.optimizer.register_step_post_hook(_marking(stepped, place)).remove)
-                with contextlib.suppress(StopIteration):
-                    self._loop.advance(arguments)
-        finally:  # after an error too, which Lightning's own loop does not outlive
-            outputs = self._loop.on_run_end()
-        return outputs
-
-    def _backwards(self, inspect: Inspect) -> contextlib.AbstractContextManager[Any]:
-        strategy = self._trainer.strategy
-        backward = strategy.backward
-
-        def seen(loss: Tensor, *arguments: Any, **named: Any) -> Any:
-            result = backward(loss, *arguments, **named)
-            inspect(loss.detach())
-            return result
-
-        return replaced(strategy, "backward", seen)
-
-
-def _marking(stepped: set[int], place: int, then: Callable[[], Any] | None = None) -> Callable[..., None]:
-    def mark(*_: Any) -> None:
-        stepped.add(place)
-        if then is not None:
-            then()
-
-    return mark
-
-
-def _numbers(outputs: Mapping[str, Any]) -> list[Tensor]:
-    """The loss among what a training step returned; without one, every single number that is no integer."""
-    found = [outputs["loss"]] if "loss" in outputs else [outputs[name] for name in sorted(outputs, key=str)]
-    tensors = [torch.as_tensor(value).detach() for value in found if isinstance(value, float | Tensor)]
-    return [tensor.float().cpu() for tensor in tensors if tensor.is_floating_point() and tensor.numel() == 1]

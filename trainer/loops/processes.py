@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies.loop import Around, Inspect, LogCall, Loop, MicroBatch, Restorable, Span
+from strategies.loop import LogCall
 from trainer.loops.private import hooks_within_step, kinds, on_sigterm, received_sigterm, replace
 
 Value = TypeVar("Value")
@@ -164,22 +164,6 @@ class Agreeing:
     def least(self, value: int) -> int:
         return -largest(-value, self.world_size)
 
-    def snapshot(self, batch: Any) -> Restorable:
-        from trainer.guards.snapshot import Snapshot
-
-        return Snapshot(cast(Loop, self), batch, of_forward=True)
-
-    def around_micro_batches(self, around: Around) -> Callable[[], None]:
-        def run(micro_batch: MicroBatch) -> dict[str, Any]:
-            within = around(micro_batch)
-            if within is None:
-                return micro_batch.run(micro_batch.batch)
-            with within as outputs:
-                outputs.update(micro_batch.run(micro_batch.batch))
-            return outputs
-
-        return cast(Loop, self).take_over(run)
-
 
 class Processes(Agreeing):
     """The part of ``Loop`` that concerns several processes; see there for what the members mean."""
@@ -192,23 +176,6 @@ class Processes(Agreeing):
     def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
         strategy = self._trainer.strategy
         return cast(Tensor, strategy.reduce(tensor.to(strategy.root_device), reduce_op=how))
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Inside, a backward leaves the gradients of the processes apart."""
-        strategy = self._trainer.strategy
-        model = strategy.model
-        if not isinstance(strategy, kinds(DDPStrategy)) or not isinstance(model, DistributedDataParallel):
-            yield
-            return
-        try:
-            with strategy.block_backward_sync():
-                yield
-        finally:
-            if model.find_unused_parameters:
-                # It continues to count what is used here as used, to be reduced with the gradients to come. Of two
-                # networks trained by turns, the other one then has none: "gradient which is undefined".
-                model.reducer._reset_state()
 
     def why_not_capture_together(self) -> str | None:
         strategy = self._trainer.strategy
@@ -233,12 +200,9 @@ class OneProcess(Agreeing):
 
     cuda_graphs = False
     manual = False
-    span = Span()
     world_size = 1
     is_first_process = True
     capture_warmup_steps = 0
-    _observers: list[tuple[Callable[[Mapping[str, Any]], None], Callable[[Tensor | None], None]]]
-    """Of each training step."""
     _fetching: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)
 
     def broadcast(self, value: Value) -> Value:
@@ -247,35 +211,11 @@ class OneProcess(Agreeing):
     def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
         return tensor
 
-    def why_not_apart(self) -> str | None:
+    def why_not_capture_together(self) -> str | None:
         return None
-
-    why_not_capture_together = why_not_apart
 
     def constants(self) -> Hashable:
         return ()  # nothing of it changes within a training
-
-    def clip_with(self, clip: object) -> Callable[[], None]:
-        return lambda: None  # gradients are clipped where its own code does it
-
-    def quiet(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def step(self, batch: Any, inspect: Inspect | None = None) -> Tensor:
-        loop: Any = self  # whose parts of a step these are
-        loss: Tensor = loop.train(batch, inspect)
-        loop.optimize()
-        return loss
-
-    @contextlib.contextmanager
-    def around_training_step(
-        self, before: Callable[[Mapping[str, Any]], None], after: Callable[[Tensor | None], None]
-    ) -> Iterator[None]:
-        self._observers.append((before, after))
-        try:
-            yield
-        finally:
-            self._observers.remove((before, after))
 
     def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
         return replace(self, "_fetching", (before, after))
@@ -301,19 +241,6 @@ class OneProcess(Agreeing):
 
     def write_logs(self, calls: Iterable[tuple[LogCall, Any]]) -> None:
         """Nothing was kept."""
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, ``module`` is in evaluation mode, and no gradients are taken."""
-    flags = [(one, one.training) for one in module.modules()]
-    try:
-        module.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for one, training in flags:
-            one.training = training
 
 
 # ---- Lightning's DDP -------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """What compiles and measures a training, whoever's loop it is: the core of ``Compile``.
 
-``CompiledTraining`` applies strategies to a module, begins them in a ``Loop``, guards and measures the steps, fills in
-the record and undoes what must not outlive the run. A framework's binding calls its methods at the moments of the
-framework's own loop: ``trainer.callback.Compile`` for Lightning. It imports nothing of Lightning's loop.
+``CompiledTraining`` applies strategies to a module, begins them in a ``Loop``, makes the ``Session`` that runs its
+steps, fills in the record and undoes what must not outlive the run. A framework's binding calls its methods at the
+moments of the framework's own loop: ``trainer.callback.Compile`` for Lightning. It imports nothing of Lightning's loop.
 
 A binding calls ``apply_to`` once model and device are known, and ``begin`` once optimizers and restored state are
-there. ``batch_begins`` and ``batch_ends`` come around each micro-batch, ``pause`` before what belongs to no step,
-``finish`` or ``fail`` at the end, then ``close``.
+there. ``batch_begins`` and ``batch_ends`` come around each micro-batch, ``evaluation_begins`` and ``evaluation_ends``
+around each batch of an evaluation, ``pause`` before what belongs to no step, ``finish`` or ``fail`` at the end, then
+``close``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,22 +26,23 @@ from torch import nn
 
 from strategies import Program, Ragged, Stage, Strategy
 from strategies.base import apply, begin, compiler_settings, end, give_up_others, label, ordered
-from strategies.loop import Loop, MicroBatch
+from strategies.compare import rounding_unit
+from strategies.loop import Loop, StepHook
 from strategies.prepare import Preparation
-from strategies.regions import give_up, uncompile
+from strategies.regions import uncompile
 from trainer.guards import Guarding
+from trainer.session import Session
 from trainer.telemetry import PROFILE, hardware
-from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.steps import StepCapture
+    from strategies.region import Kind, Region
     from trainer.auto.chooser import Chooser
-    from trainer.background.takeover import Takeover
-    from trainer.guards.audits import Audits
-    from trainer.guards.compare import ParityError
-    from trainer.guards.guards import Guards
+    from trainer.guards.checks import Checks
+    from trainer.guards.recompiles import RecompileGuard
     from trainer.script import OwnRun
 
 NOT_STARTED = "not started"
@@ -80,11 +82,16 @@ class CompiledTraining:
         save: bool = True,
         verbose: bool = True,
         parity: str = "on",
-        on_compile_error: str = "fail",
+        on_compile_error: str = "eager",
         on_slower: str = "warn",
-        on_difference: str = "fail",
+        on_difference: str = "eager",
         profile: str = "off",
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        # An iterator serves once.
+        kept: dict[str, Any] = {name: list(one) if isinstance(one, Iterator) else one for name, one in given.items()}
+        strategies, whole, blocks = kept["strategies"], kept["whole"], kept["blocks"]
+        parts, ragged, self._arguments = kept["parts"], kept["ragged"], kept
         self._guarding = Guarding(
             parity=parity, on_compile_error=on_compile_error, on_slower=on_slower, on_difference=on_difference
         )
@@ -93,8 +100,7 @@ class CompiledTraining:
             strategy.check()
         self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
         self._given = self.strategies, self._choosing
-        self._taking_over = next((one for one in self.strategies if one.takeover and one.helper), None)
-        needed = self._taking_over is None and any(strategy.needs_inductor for strategy in self.strategies)
+        needed = any(strategy.needs_inductor for strategy in self.strategies)
         self._preparation = Preparation() if needed else None
         self._own: OwnRun | None = None
         if record is None:
@@ -117,14 +123,15 @@ class CompiledTraining:
         self._loop: Loop | None = None
         self._settings = contextlib.ExitStack()
         self._pages: TensorBoardPages | None = None
-        self._guards: Guards | None = None
-        self._chooser: Chooser | None = None
-        self._step_begins = True
+        self._session: Session | None = None
+        self._checks: Checks | None = None
         self._capture: StepCapture | None = None
-        self._audits: Audits | None = None
-        self._taken = contextlib.ExitStack()
-        """What gives the loop its own steps back."""
-        self._takeover: Takeover | None = None
+        self._chooser: Chooser | None = None
+        self._recompiles: RecompileGuard | None = None
+        self._give_back: Callable[[], None] = lambda: None
+        """Gives the loop its own steps back."""
+        self._set_aside: dict[int, tuple[list[Region], dict[Any, Kind]]] = {}
+        """What strategies have compiled that a chooser tried, by their identity."""
         self._open, self._notes_logged = False, 0
         self._built: dict[str, nn.Module] = {}
         self.telemetry = self._measuring()
@@ -148,10 +155,6 @@ class CompiledTraining:
         ``print_line`` prints a line of progress without harm to a progress bar; None = without.
         """
         self._open = True
-        if trains and not sharded and any(one.helper for one in self.strategies):
-            from trainer.background import early
-
-            self._settings.enter_context(early(self.strategies))  # it imports the compiler while the training begins
         if new := self._built != (built := dict(module.named_modules())):
             if self.program is not None and self.program.module is module:
                 uncompile(self.program)
@@ -168,9 +171,11 @@ class CompiledTraining:
                 device=device,
                 precision=precision,
                 sharded=sharded,
-                outlined=self._taking_over is not None and not sharded,
                 **self._declared,
             )
+            if self.strategies:  # evaluations may come before a training begins, and without one
+                self.program.checking.mode = "off" if sharded else self._guarding.parity
+                self.program.checking.unit = rounding_unit(precision, device, module)
             apply(self.strategies, self.program)
             self._built, self._notes_logged = built, 0
             self._log_notes(self.program)
@@ -179,8 +184,7 @@ class CompiledTraining:
                 self.record.preparation_seconds = self._preparation.cost_seconds
         self.record.regions = len(self.program.regions) if self.strategies else None
         self._cuda_graphs = self.program.uses_cuda_graphs
-        if self._taking_over is None or self.program.sharded:  # else once Inductor is imported
-            self._settings.enter_context(compiler_settings(self.program.settings))
+        self._settings.enter_context(compiler_settings(self.program.settings))
         if trains:
             self.telemetry = self._measuring()
             self.telemetry.compiler.start()
@@ -200,155 +204,113 @@ class CompiledTraining:
         loop.cuda_graphs = self._cuda_graphs
         self.program.optimizers = tuple(loop.optimizers)
         self.program.loop = self._loop = loop
-        later = self._taking_over is not None and not self.program.sharded and bool(self.program.regions)
-        begin([one for one in self.strategies if one.stage is not Stage.OPTIMIZER or not later], self.program)
+        begin(self.strategies, self.program)
         if self._own is not None:
             self._own.begin(self.record, self.program.module, loop, logs)
-        if later:
-            assert self._taking_over is not None
-            make: Any = pkgutil.resolve_name(str(self._taking_over.takeover))
-            parity = self._guarding.parity
-            self._takeover = make(self._taking_over, loop, self.program, self.telemetry, self._settings, parity)
-            self._takeover.start()
         self._log_notes(self.program)
         self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
-        if self._takeover is None:
-            self._guard(loop, self.program)
         self.telemetry.start(loop, self._pages)
-        self._step_begins = True
         if self._choosing is not None:
             assert self._choosing.chooser is not None
-            make_chooser: Any = pkgutil.resolve_name(self._choosing.chooser)
-            self._chooser = make_chooser(
-                *(self._choosing, loop, self.program, self.telemetry, self._settings, self.switch, self._guards),
-                self._guarding.parity,
-            )
+            self._set_aside.clear()
+            make: Any = pkgutil.resolve_name(self._choosing.chooser)
+            self._chooser = make(self._choosing, loop, self.program, self.telemetry, self.switch)
+        self._session = Session(self.program, self._hooks(loop, self.program))
+        if self.strategies and not loop.manual:
+            self._give_back = loop.take_over(self._session.run)
 
-    def switch(self, strategies: Iterable[Strategy], guards: Guards | None, compared: bool) -> Guards | None:
-        """Between two optimizer steps: train under ``strategies``, whose regions are in place, from the step that
-        begins. Steps so far become warm-up. A step that was captured is captured anew.
+    def _hooks(self, loop: Loop, program: Program) -> list[StepHook]:
+        """What stands around a step, the outermost first; nothing where there is nothing to guard."""
+        if not self.strategies:
+            return []
+        from trainer.guards.checks import Checks
+        from trainer.guards.recompiles import RecompileGuard
+        from trainer.guards.timing import Timing
 
-        ``guards`` are those of the same program, if it was guarded before; else it is compared with eager on the batch
-        at hand, unless each region was ``compared``, and eager takes over where it fails. Returns the guards; None for
-        nothing to guard.
-        """
-        program, loop = self.program, self._loop
+        capture = None if program.step is None else program.step.hook(loop, program, parity=self._guarding.parity)
+        program.checking.one_kind_a_step = self._choosing is not None
+        checks = Checks(self._guarding, loop, program, self.telemetry, self.record, self._pages, capture)
+        asked = self._guarding.parity != "off" or self._guarding.on_slower == "eager"
+        timed = asked and self._choosing is None
+        timing = Timing(loop, program, self.telemetry, self._found_slower, capture, wanted=timed)
+        padding = program.padding
+        if padding is not None and padding.warm and padding.edges:
+            self._recompiles = RecompileGuard(padding, program, loop, self.telemetry.compiler)
+        hooks = (self._chooser, self._recompiles, checks, timing, capture)
+        self._checks, self._capture = checks, capture
+        return [one for one in hooks if one is not None]
+
+    def switch(self, strategies: Sequence[Strategy]) -> None:
+        """Between two optimizer steps: train under ``strategies``, and those beside ``auto``, from the step that
+        begins. Steps so far become warm-up. Raises ValueError where one does not fit this module."""
+        program, loop, session = self.program, self._loop, self._session
         assert program is not None
         assert loop is not None
+        assert session is not None
         self.telemetry.restart()
-        self._release()
-        before, captured = program.strategies, program.step is not None
-        program.strategies = tuple(ordered(strategies))
-        for strategy in before:
-            if strategy.captures_step and captured:
-                strategy.end(program)
+        for hook in session.hooks[:]:
+            if hook is not self._chooser:
+                hook.close()
+        end([one for one in program.strategies if one.captures_step], program)
+        program.activate(False)
         for strategy in program.strategies:
-            if strategy.captures_step and (captured or strategy not in before):
-                strategy.begin(program)
-        hardware.give_back(loop.device)
-        self.record.regions, self.record.regions_compiled = len(program.regions), None
-        self._guards = None
-        if guards is not None:
-            guards.resume()
-        self._guard(loop, program, guards, chosen=True, compared=compared)
-        return self._guards
+            if strategy.stage is Stage.MODULE and strategy.chooser is None:
+                self._set_aside[id(strategy)] = program.regions[:], program.kinds
+        program.regions, program.kinds = [], {}
+        others = [one for one in self.strategies if one.chooser is None]
+        program.strategies = tuple(ordered([*others, *strategies]))
+        program.given_up.pop("step", None)
+        settings = dict(program.settings)
+        try:
+            for strategy in ordered(strategies):
+                if id(strategy) in self._set_aside:  # what it compiled is still proven
+                    regions, program.kinds = self._set_aside[id(strategy)]
+                    program.regions = regions[:]
+                else:
+                    strategy.apply(program)
+            if program.settings != settings:
+                self._settings.enter_context(compiler_settings(program.settings))
+            begin([one for one in strategies if one.captures_step], program)
+        finally:
+            hardware.give_back(loop.device)
+            self.record.regions, self.record.regions_compiled = len(program.regions), None
+            session.hooks[:] = self._hooks(loop, program)
 
-    def _guard(self, loop: Loop, program: Program, guards: Guards | None = None, **how: Any) -> None:
-        """Capture steps where a strategy says so, and guard what the strategies do as ``how`` says."""
-        if all(strategy.chooser is not None for strategy in program.strategies):
-            return
-        from trainer.guards.guards import Guards, ReplayParity
-
-        if program.step is not None:
-            if self._guarding.parity != "off":
-                program.step.verifier = ReplayParity(self._guarding.parity, loop, program)
-            self._capture = program.step.take_over(loop, program)
-            self._taken.callback(self._capture.release)
-        self._guards = guards or Guards(self._guarding, loop, program, self.telemetry, self.record, **how)
-        if self._guarding.parity == "off":
-            if program.step is not None:
-                self._taken.callback(loop.around_micro_batches(self._guards.around_micro_batch))
-        else:
-            from trainer.guards.audits import Audits
-
-            assert self._pages is not None
-            self._audits = Audits(
-                self._guarding.parity,
-                loop,
-                program,
-                self.telemetry,
-                self._pages,
-                capture=self._capture,
-                unaudited=self._guards.around_micro_batch,
-                trained=self._takeover is not None or self._chooser is not None,
-                differs=self._differs,
-            )
-            self._taken.callback(self._audits.release)
-            self.record.audits = self._audits.facts
-
-    def _differs(self, error: ParityError) -> None:
-        """An audited step is not eager's: end the run, or continue in eager."""
-        if self._guarding.on_difference != "eager":
-            raise error
-        assert self._audits is not None
-        assert self.program is not None
-        self._audits.facts.verdict = "went eager"
-        self._release()
-        give_up(self.program, list(self.program.regions), str(error))
-        give_up_others(self.program, str(error))
-        line = f"on_difference=eager: the run continues in eager. {error}"
-        rank_zero_warn(line)
-        self.program.notes.append(line)
-        self.telemetry.compiler.events.append(Event(kind="fallback", reason=line, step=self.telemetry.steps_done + 1))
-
-    def _release(self) -> None:
-        """Give the loop its own steps back, in the opposite order."""
-        self._taken.close()
-        self._audits = self._capture = None
+    def _found_slower(self, line: str) -> None:
+        """Steps of the run are slower than eager's."""
+        program = self.program
+        assert program is not None
+        assert self._checks is not None
+        if self._guarding.on_slower == "eager" and not program.captures_steps:
+            for kind in program.kinds.values():
+                kind.fail(f"{line}; on_slower=eager")
+            give_up_others(program, f"{line}; on_slower=eager")
+            program.report["slowdown"]["rolled_back"] = [one.path for one in program.regions]
+        elif self._guarding.on_slower == "eager":
+            line += "; on_slower=eager leaves captured steps as they are"
+        self._checks.warn(line)
 
     # ---- the hot path ----------------------------------------------------------------------------------------------
 
     def batch_begins(self, batch: Any) -> None:
-        """``batch`` is on the device and its step begins; on the first one, run the preflight."""
-        program, loop = self.program, self._loop
-        assert program is not None
-        assert loop is not None
-        if self._chooser is not None and not self._chooser.decided and self._step_begins:
-            self._chooser.before_step(batch, lambda: self._check_before(batch))
-        if self._takeover is not None and self._guards is None:
-            if self._takeover.over:
-                self._guard(loop, program, trained=True, compared=not loop.anywhere(self._takeover.vague))
-            else:
-                self._takeover.before_batch(batch)
-        self._check_before(batch)
-        self._log_notes(program)
+        """``batch`` is on the device and its step begins."""
+        assert self.program is not None
+        assert self._session is not None
+        self._session.before(batch)
+        self._log_notes(self.program)
         self.mark_step()
         self.telemetry.batch_start()
 
-    def _check_before(self, batch: Any) -> None:
-        if self._guards is not None:
-            self._guards.before_batch(batch)
-
     def batch_ends(self, loss: Any, batch: Any) -> None:
         """``batch`` is through; ``loss`` is one detached number in any shape, divided by the micro-batches of a step;
-        anything else is not recorded. After the first optimizer step, verify the compile."""
+        anything else is not recorded."""
+        assert self._session is not None
         if self._capture is not None and not self._capture.settled:
             self.telemetry.disturb()
         number = isinstance(loss, torch.Tensor) and loss.numel() == 1
         stepped = self.telemetry.batch_end(loss.reshape(()) if number else None, batch)
-        if self._takeover is not None and not self._takeover.over:
-            self._takeover.after_batch(stepped=stepped)
-        if self._guards is not None:
-            self._guards.after_batch(stepped=stepped)
-        self._step_begins = stepped
-        if stepped and self._chooser is not None and not self._chooser.decided:
-            self._chooser.after_step()
-
-    def run_micro_batch(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """A micro-batch, within all that captures or audits it; for a loop that lets itself be taken over."""
-        guards = self._guards
-        return micro_batch.run(micro_batch.batch) if guards is None else guards.rollback.run(micro_batch)
+        self._session.after(stepped=stepped)
 
     def mark_step(self) -> None:
         """A step or an evaluation batch begins. Without a backward, only this mark tells CUDA graphs which outputs
@@ -356,10 +318,28 @@ class CompiledTraining:
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
-    def validation_batch_ends(self) -> None:
-        """Once all shapes are warmed, validation compiles nothing either."""
-        if self._guards is not None:
-            self._guards.after_validation_batch()
+    def evaluation_begins(self, batch: Any) -> None:
+        """A batch of an evaluation is on the device, in a training or outside of one."""
+        if self.program is None:
+            return
+        if self._recompiles is not None:
+            self._recompiles.before_evaluation(batch)
+        self.program.activate(True)
+        self.mark_step()
+
+    def evaluation_ends(self) -> None:
+        """It is through."""
+        if self.program is None:
+            return
+        self.program.activate(False)
+        if self._checks is not None:
+            self._checks.settle()
+        else:
+            for kind in self.program.kinds.values():
+                if kind.settle() and kind.failure is not None:
+                    rank_zero_warn(f"{kind.name} runs eager: {kind.failure}")
+        if self._recompiles is not None:
+            self._recompiles.after_evaluation()
 
     def pause(self, phase: str) -> None:
         """``validating``, ``saving`` or something else begins that is not part of any step."""
@@ -373,12 +353,10 @@ class CompiledTraining:
         if self._pages is None or self._loop is None:  # it failed before training started
             return
         self.telemetry.finish()
-        if self._takeover is not None:
-            self._takeover.close()
         if self._chooser is not None:
             self.record.chosen_strategies = [strategy.facts() for strategy in self._chooser.finish()]
-        if self._guards is not None:
-            self._guards.finish()
+        if self._session is not None:
+            self._session.close()
         self.telemetry.fill(self.record, self.program, together=together)
         if self._chooser is not None and self.program is not None:
             # What was chosen is chosen for good: another fit continues with it.
@@ -392,8 +370,6 @@ class CompiledTraining:
         """Keep what was measured of a run that ends early; a broken device must not hide the first error."""
         if self._own is not None:
             self._own.failed(self.record, error)
-        if self._guards is not None:
-            self._guards.fail(error)
         fill = functools.partial(self.telemetry.fill, self.record, self.program)  # as far as a broken device was read
         for read in (self.finish, self.finish, fill):
             # Twice: where a signal to the group has killed data workers, torch's signal handler raises for each one,
@@ -407,17 +383,16 @@ class CompiledTraining:
     def close(self) -> None:
         """Let the strategies undo what must not outlive the run; restore the process-wide compiler settings."""
         with self._settings:
-            if self._takeover is not None:
-                self._takeover.close()
-                self._takeover = None
-            self._release()
+            self._give_back()
+            self._give_back = lambda: None
             if self.program is not None and self._open:
                 self._open = False
                 try:
                     end(self.strategies, self.program)
                 finally:
                     self._log_notes(self.program)
-        self._guards = self._loop = None  # another training has its own
+        # Another training has its own.
+        self._session = self._loop = self._checks = self._capture = self._recompiles = None
         self.telemetry.compiler.stop()
         if self._own is not None:
             self._own.end(self.record, self.close_pages)
@@ -430,5 +405,6 @@ class CompiledTraining:
     def _log_notes(self, program: Program) -> None:
         for note in program.notes[self._notes_logged :]:
             self.record.notes.append(note)
-            rank_zero_info(f"compile: {note}")
+            if self._checks is None or note not in self._checks.warned:
+                rank_zero_info(f"compile: {note}")
         self._notes_logged = len(program.notes)

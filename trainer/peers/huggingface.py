@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from torch import Tensor, distributed
@@ -14,7 +14,7 @@ from tasks.base import IGNORED, PAD, Task
 from tasks.language.task import BertNetwork, Gpt2Network
 from trainer.build import resolve_precision
 from trainer.loops.huggingface import HuggingFaceLoop
-from trainer.peers.loops import PeerLoop, Work, optimizer_and_schedule, placed
+from trainer.peers.loops import Measured, PeerLoop, Work, optimizer_and_schedule, placed
 
 
 def next_token_inputs(batch: Any) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class MeasuredTrainer(transformers.TrainerCallback):
         self._telemetry, self._trainer = work.telemetry, trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        loop = TrainerLoop(self._trainer, lambda batch: self._telemetry.batch_start(), None, None)
+        loop = TrainerLoop(self._trainer, cast(Any, Measured(self._telemetry)), None, None)
         if distributed.is_initialized():
             loop.world_size, loop.is_first_process = distributed.get_world_size(), distributed.get_rank() == 0
         self._trainer.measured = loop

@@ -197,6 +197,11 @@ class Measured(L.Callback):
     def batch_ends(self, loss: Tensor | None, batch: Any) -> None:
         self.telemetry.batch_end(loss, batch)
 
+    def evaluation_begins(self, batch: Any) -> None:
+        """Evaluations are not measured."""
+
+    def evaluation_ends(self) -> None: ...
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.telemetry.start(LightningLoop(trainer))
 

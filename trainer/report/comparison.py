@@ -293,7 +293,7 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     if busy := [each.busy for run in cell.finished if (each := run.record.machine) is not None and each.busy]:
         flags.append(f"{BUSY}: {busy[0]}{_of(busy, cell)}")
     if (parity := parity_of(cell)) not in (None, "passed"):
-        flags.append(f"comparison with eager before the first step: {parity}")
+        flags.append(f"comparison with eager: {parity}")
     if other := next((network for run in cell.finished if (network := run.record.report.get("network"))), None):
         flags.append(f"another network: {other['class']} of {other['parameters']:,} parameters, not the task's")
     flags += [*_loss(cell, baseline), *_compiled(cell), *_thin(cell)]
@@ -303,7 +303,7 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
 
 
 def parity_of(cell: Cell) -> str | None:
-    """The worst verdict over the cell's runs, of the gate before the first step and of replayed CUDA graphs."""
+    """The worst verdict over the cell's runs, of the regions' first checks and of replayed CUDA graphs."""
     found: list[str] = []
     for run in cell.finished:
         report = run.record.report

@@ -1,7 +1,7 @@
 """The verdict of a single run: was it faster than eager, how long was the wait, when does that pay, what to try next.
 
-Eager and the run take steps by turns on the same batches (``trainer.guards.slowdown``). Those pairs are judged as a
-sweep's pairs of runs are, and the wait is made up for by the same arithmetic (``statistics``).
+Eager and the run take real steps by turns (``trainer.guards.timing``). Those pairs are judged as a sweep's pairs of
+runs are, and the wait is made up for by the same arithmetic (``statistics``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ SHORT = "takes 5% of a run at most, and this one was too short"
 
 
 def run_verdict(record: RunRecord) -> RunVerdict:
-    verdict = RunVerdict(outcome=EAGER, steps=(record.steady_steps or 0) + (record.warmup_steps or 0))
+    verdict = RunVerdict(
+        outcome=EAGER, steps=sum(one or 0 for one in (record.steady_steps, record.warmup_steps, record.left_out_steps))
+    )
     if record.strategies and not record.ended_in_eager and not _chose_eager(record):
         _compare(record, verdict)
     if (step := _next(record, verdict)) is not None:
@@ -44,7 +46,7 @@ def _chose_eager(record: RunRecord) -> bool:
 def _compare(record: RunRecord, verdict: RunVerdict) -> None:
     timed = _timed(record)
     sides = (_samples(timed, side) for side in ("compiled_seconds", "eager_seconds"))
-    found = statistics.ratio(*sides, alike=len(timed) == 1)  # of a later batch there is one pair
+    found = statistics.ratio(*sides, alike=len(timed) == 1)
     if found is None:
         verdict.outcome, verdict.reason = NOT_COMPARED, _why_not(record)
         return
@@ -73,7 +75,7 @@ def _compare(record: RunRecord, verdict: RunVerdict) -> None:
 
 
 def _timed(record: RunRecord) -> list[dict[str, Any]]:
-    """Seconds of steps of eager and of the run by turns, of each batch; of a step that is replayed, replays alone."""
+    """Seconds of steps of eager and of the run by turns, of each window; where steps are replayed, replays alone."""
     facts = record.report.get("slowdown", {})
     found = [one for one in (facts.get("before_the_first_step"), *facts.get("on_later_batches", ())) if one]
     replayed = [one for one in found if one.get("replayed")]
@@ -83,7 +85,7 @@ def _timed(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _samples(timed: Sequence[dict[str, Any]], side: str) -> list[Sample]:
-    """Seconds relative to eager's on the same batch: how batches differ from each other is no spread."""
+    """Seconds relative to eager's of the same window: how windows differ from each other is no spread."""
     samples = []
     for place, batch in enumerate(timed):
         typical = math.exp(sum(map(math.log, batch["eager_seconds"])) / len(batch["eager_seconds"]))
@@ -201,14 +203,14 @@ def _judgement(record: RunRecord, verdict: RunVerdict) -> str:
         return f"{record.label} was not compared with eager: {verdict.reason}"
     figures = (
         f"{record.label} {milliseconds(verdict.step_seconds)}, eager {milliseconds(verdict.eager_step_seconds)} "
-        f"a step on the same batch{'' if verdict.batches == 1 else 'es'}: {verdict.ratio:.2f}x"
+        f"a step, by turns: {verdict.ratio:.2f}x"
     )
     low, high = verdict.ratio_low, verdict.ratio_high
     if low is not None and high is not None and high < WIDEST * low:
         figures += f", {low:.2f} to {high:.2f}"
     figures += f" in {verdict.pairs} pair{'' if verdict.pairs == 1 else 's'}"
     if verdict.batches > 1:
-        figures += f" of {verdict.batches} batches"
+        figures += f" of {verdict.batches} windows"
     if verdict.outcome == NOT_SHOWN and record.report.get("slowdown", {}).get("short_of_time"):
         figures += f"; timing more {SHORT}"
     if record.machine is not None and record.machine.busy:

@@ -35,10 +35,16 @@ PLACES = frozenset({"root", "path", "val_path", "image_root"})
 PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options"})
 """Parameters of strategies for where something lies, not how the task executes."""
 FORMER_DEFAULTS = {
+    "auto.background": "null",
     "auto.margin": "0.02",
     "auto.memory": "null",
+    "background.at_step": "null",
+    "background.force": "false",
+    "background.max_device_gib": "8.0",
+    "background.max_host_gib": "16.0",
     "background.niceness": "10",
     "background.regions_per_step": "1",
+    "background.timeout_seconds": "1800.0",
     "background.workers": "null",
     "buckets.limit": "null",
     "cached.read_only": "false",

@@ -38,6 +38,7 @@ from strategies.prepare import Preparation
 from strategies.regions import find_containers
 from strategies.torch_patches import compiling_in
 from trainer.callback import Compile
+from trainer.loading import loss_of_padding
 from trainer.loops.lightning import LightningLoop, throwaway_trainer
 from trainer.loops.private import kinds
 from trainer.process import process_settings
@@ -191,6 +192,8 @@ class _Turns:
                 with console.status(turn):
                     self._turn(record, strategies, str(Path(folder, str(place))), limit)
                 console.print(f"{turn}: {_said(record)}")
+                if limit.of_padding and number == 1:
+                    console.print(f"{label(arm)}: {limit.of_padding}", markup=False)
                 steps = steps or record.steps
                 if record.status != "finished":
                     del left[place]
@@ -212,6 +215,7 @@ class _Turns:
             theirs = copy.deepcopy(given if isinstance(given, list) else [given])
             options = {**self.options, "max_steps": MAX_STEPS, "max_epochs": -1}
             options.pop("callbacks", None)
+            limit.compile_ = compile_
             trainer = throwaway_trainer(folder, module, [*theirs, compile_, limit], **options)
             note_machine(record, LightningLoop(trainer))
             kept, record.status = record.round is not None, "interrupted"  # unless it ends by itself
@@ -233,6 +237,7 @@ class _Turns:
                 if kept and self.out is not None:
                     record.save(self.runs[-1].directory)
                 self.first_batches += [] if limit.first_batch is None else [limit.first_batch]
+                limit.forget()
                 del module, trainer, compile_
                 gc.collect()
                 if torch.cuda.is_initialized():
@@ -245,20 +250,34 @@ class _Limit(L.Callback):
     def __init__(self, *, steps: int | None = None, seconds: float | None = None) -> None:
         self._steps, self._seconds = steps, seconds
         self._began: float | None = None
+        self._last_batch: Any = None
         self.first_batch: Any = None
+        self.of_padding = ""
+        """That padding changes the loss, where it does."""
+        self.compile_: Compile | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.first_batch is None:
             leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
             self.first_batch = tuple((tuple(leaf.shape), leaf.detach().float().sum().item()) for leaf in leaves)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._last_batch = batch
         steps, now = trainer.global_step, time.perf_counter()
         if steps >= WARMUP_STEPS:
             self._began = self._began or now
         over = self._seconds is not None and self._began is not None and now - self._began >= self._seconds
         enough = steps >= WARMUP_STEPS + MIN_STEADY_STEPS
         trainer.should_stop |= (self._steps is not None and steps >= self._steps) or (over and enough)
+
+    def forget(self) -> None:
+        """Hold neither batch nor module any longer."""
+        self.compile_ = self._last_batch = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        program = None if self.compile_ is None else self.compile_.program
+        if program is not None and program.padding is not None and self._last_batch is not None:
+            self.of_padding = loss_of_padding(pl_module, self._last_batch, program.padding.ragged)
 
 
 def _said(record: RunRecord) -> str:

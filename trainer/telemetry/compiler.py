@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -158,7 +159,8 @@ class CompilerMonitor:
     def _events_of(self, metric: Any) -> list[Event]:
         frame = _frame(metric.compile_id)
         if metric.co_filename:
-            self._locations[frame] = f"{metric.co_filename}:{metric.co_firstlineno} {metric.co_name}"
+            name = re.sub(r"_\d+$", "", metric.co_name or "")  # a region's, see ``strategies.region.Kind.code``
+            self._locations[frame] = f"{metric.co_filename}:{metric.co_firstlineno} {name}"
         # A frame that ran out of recompiles is named by its number alone.
         where = self._locations.get(frame)
         if metric.fail_type:

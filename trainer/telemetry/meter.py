@@ -61,6 +61,8 @@ class Step:
     """Whether the compiler ran during it or a CUDA graph was captured."""
     profiled: bool = False
     """Whether the profiler recorded it: neither steady nor warm-up."""
+    left_out: bool = False
+    """Whether it was audited, or belongs to a window that is timed beside eager's: neither steady nor warm-up."""
     after: str | None = None
     """The pause that it is the first step after, ``validating`` for instance."""
     unsettled: bool = False
@@ -149,7 +151,7 @@ class Meter:
         """Steps that are over; their times are read later."""
         self.first_step_seconds: float | None = None
         self.warmup_seconds = 0.0
-        self.warmup_step_count = 0
+        self.warmup_step_count = self.left_out_steps = 0
         self._new_shapes = array("d")
         """Seconds of steps that nothing but a new shape keeps from being steady."""
         self.steady = Totals()
@@ -189,6 +191,9 @@ class Meter:
             self.first_step_seconds = step.seconds
         if step.profiled:
             return False
+        if step.left_out and not step.disturbed and self._timed > self.warmup_steps:
+            self.left_out_steps += 1
+            return False
         if step.disturbed or self._timed <= self.warmup_steps:
             if self._timed > self.warmup_steps and not step.compiled:
                 self._new_shapes.append(step.seconds)
@@ -211,6 +216,7 @@ class Meter:
         record.first_step_seconds = self.first_step_seconds
         record.warmup_seconds = self.warmup_seconds if self.warmup_step_count else None
         record.warmup_steps, record.new_shape_steps = self.warmup_step_count, len(new_shapes)
+        record.left_out_steps = self.left_out_steps
         record.steady_steps = len(seconds)
         record.steady_step_seconds_mean = mean = statistics.fmean(seconds) if seconds else None
         if mean is not None and new_shapes:

@@ -26,7 +26,8 @@ class Event:
     """A graph break, a recompile, a fallback or a skip that the compiler reported."""
 
     kind: str
-    """``graph_break``, ``recompile``, ``fallback``, ``cudagraph_skip``, or ``switch``: compiled code took over."""
+    """``graph_break``, ``recompile``, ``fallback`` or ``cudagraph_skip``. Records of before 2026-11-27 also have
+    ``switch``: compiled code took over."""
     reason: str
     """The compiler's own words."""
     location: str | None = None
@@ -34,15 +35,16 @@ class Event:
     step: int | None = None
     """Optimizer step during which, or after which, it happened; None before the first step."""
     phase: str = "training"
-    """``preflight``, ``training`` or ``validating``, which has graphs of its own: torch counts them as recompiles."""
+    """``training`` or ``validating``, which has graphs of its own: torch counts them as recompiles. Records of before
+    2026-11-27 also have ``preflight``."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AuditDifference:
-    """How far a step was from eager's in one respect, relative to eager's."""
+    """How far what was audited was from eager's in one respect, relative to eager's."""
 
     what: str
-    """``loss``, or the name of a parameter, of its state or of a buffer."""
+    """Name of a tensor: an output, a parameter, its gradient or state, a buffer; ``loss``."""
     difference: float
     tolerance: float
     step: int | None = None
@@ -50,7 +52,7 @@ class AuditDifference:
 
     @property
     def share(self) -> float:
-        """The difference over its tolerance; beyond 1 the step is not eager's, and no number is beyond."""
+        """The difference over its tolerance; beyond 1 it is not eager's, and no number is beyond."""
         if not self.difference:
             return 0.0
         return self.difference / self.tolerance if self.difference == self.difference and self.tolerance else math.inf
@@ -61,7 +63,7 @@ class AuditFacts:
     """What the audits of a training found."""
 
     verdict: str
-    """``clean``, ``failed``, ``went eager`` (a step differed and the rest of the run was eager) or ``not audited``."""
+    """``clean``, ``failed``, ``went eager`` (something differed twice, and what did ran eager) or ``not audited``."""
     reason: str | None = None
     """Why nothing was audited, or what differed."""
     steps: list[int] = field(default_factory=list)
@@ -69,18 +71,17 @@ class AuditFacts:
     last_clean_step: int | None = None
     """The last of them that agreed with eager in all that was compared."""
     seconds: float = 0.0
-    """Spent on them; part of no step."""
+    """Spent on checks, within the audited steps."""
     worst: dict[str, AuditDifference] = field(default_factory=dict)
-    """By kind (``loss``, ``update``, ``buffers``): the difference that came nearest to its tolerance, or beyond it."""
+    """By kind (``output``, ``gradient``, ``buffer``, ...; formerly ``loss``, ``update``, ``buffers``): the difference
+    that came nearest to its tolerance, or beyond it."""
     not_compared: dict[str, str] = field(default_factory=dict)
-    """By kind: why it was left out of the last audit."""
-    unrepeated_steps: list[int] = field(default_factory=list)
-    """Audited steps with a difference that was gone when the step was repeated."""
+    """By kind of region: why it was left out of the last audit."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RunVerdict:
-    """Whether a run's strategies paid, by steps of eager and of the run taken by turns on the same batches."""
+    """Whether a run's strategies paid, by real steps of eager and of the run, taken by turns."""
 
     outcome: str
     """``faster``, ``slower`` than eager, ``no difference shown``, ``eager`` (nothing compiled) or ``not compared``."""
@@ -93,7 +94,7 @@ class RunVerdict:
     pairs: int = 0
     """Steps of each that were timed."""
     batches: int = 0
-    """Batches that they were taken on."""
+    """Windows of steps that they were taken in; in records of before 2026-11-27, batches."""
     eager_step_seconds: float | None = None
     """Mean step of eager over the pairs, without waiting for data."""
     step_seconds: float | None = None
@@ -275,14 +276,15 @@ class RunRecord(CompilerFigures, Rates, Peak):
     """Building data, module and trainer, up to the first training batch."""
     preparation_seconds: float | None = None
     """Of the setup, what importing Inductor and starting its workers in the background cost: waited for, or taken from
-    the main thread; at most, see ``strategies.prepare``. None without; under ``auto`` it is part of the preflight."""
+    the main thread; at most, see ``strategies.prepare``. None without, and under ``auto``."""
     first_step_seconds: float | None = None
     """First optimizer step, compilation included, measured on the device."""
-    preflight_seconds: float | None = None
-    """Passes before the first step that leave no trace: shapes warmed, losses compared with eager's; None without."""
     warmup_seconds: float | None = None
-    """The preflight and all optimizer steps that are not steady: see ``trainer.telemetry.meter``."""
+    """All optimizer steps that are neither steady nor left out, first checks and compiling included: see
+    ``trainer.telemetry.meter``."""
     warmup_steps: int | None = None
+    left_out_steps: int | None = None
+    """Steps in no figure: audited, or timed beside eager's for the verdict."""
     new_shape_steps: int | None = None
     """Of those since the last switch of strategies, how many nothing but a new shape keeps from being steady."""
     new_shape_seconds: float | None = None
@@ -298,7 +300,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each strategy found and did, by its name: bucket edges, graphs captured, artifacts loaded."""
     audits: AuditFacts | None = None
-    """What steps compared with eager's during training showed; None for eager and with ``parity=off``."""
+    """What checks of later steps showed; None with ``parity=off``."""
     events: list[Event] = field(default_factory=list)
     """Each break, recompile, fallback and skip with reason and source line."""
     notes: list[str] = field(default_factory=list)

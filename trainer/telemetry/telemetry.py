@@ -7,11 +7,10 @@ the losses of a window are copied asynchronously and read one window later.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,6 @@ class Telemetry:
         self._shapes = SeenShapes()
         self.meter = Meter(warmup_steps=warmup_steps)
         self.pause_seconds = 0.0
-        self.preflight_seconds: float | None = None
         self.audit_seconds = 0.0
         self._profile = profile
         self._profiler: StepProfiler | None = None
@@ -123,24 +121,6 @@ class Telemetry:
             self.compiler.report(warm=self.meter.warm)
             self.compiler.phase = phase
 
-    @contextlib.contextmanager
-    def preflight(self) -> Iterator[None]:
-        """What runs inside, with the first batch on the device, comes before the first step: it is warm-up."""
-        self.ready_seconds = self.ready_seconds or hardware.process_age_seconds()
-        self.phase = "preflight"
-        self._compiler_phase("preflight")
-        self.compiler.step = None
-        began = now()
-        try:
-            yield
-        finally:
-            hardware.wait(self._device)
-            self.preflight_seconds = (self.preflight_seconds or 0.0) + now() - began
-            self.compiler.report(warm=False)
-            self.compiler.step = self._step.number
-            self._paused_at = now()
-            hardware.count_peak_from(self._device, 0)  # an eager pass for comparison is not the run's own memory
-
     def batch_start(self) -> None:
         if self._paused:
             self._paused = False
@@ -163,6 +143,10 @@ class Telemetry:
         """The step under way is not steady: it prepares what later ones need not, or comes before compiled code."""
         self._step.compiled = True
 
+    def leave_out(self) -> None:
+        """The step under way is looked at: it counts in no figure, unless it prepares something as well."""
+        self._step.left_out = True
+
     def batch_end(self, loss: torch.Tensor | None, batch: Any) -> bool:
         """A batch is through; returns whether it completed an optimizer step."""
         step = self._step
@@ -183,7 +167,7 @@ class Telemetry:
             step.compiled = True
             self.compiler.report(warm=was_warm)
         starts = self._profiler is not None and self._profiler.due(step, warm=was_warm)
-        if step.disturbed or step.profiled:
+        if step.disturbed or step.profiled or step.left_out:
             self._energy.discard()
         elif self.meter.warm:
             self._energy.step((step.counts and step.counts[0]) or 0)
@@ -199,25 +183,7 @@ class Telemetry:
                 self._profiler.start()
         return True
 
-    @contextlib.contextmanager
-    def auditing(self) -> Iterator[None]:
-        """What runs inside is an audit's: it belongs to no step, although one is under way."""
-        if self.phase == "auditing":
-            yield
-            return
-        if self.compiler.compilations != self._compilations:
-            self._step.compiled = True
-        self.pause("auditing", within_step=True)
-        hardware.wait(self._device)
-        began = now()
-        try:
-            yield
-        finally:
-            hardware.wait(self._device)
-            self.audit_seconds += now() - began
-            self.batch_start()
-
-    def pause(self, phase: str, *, within_step: bool = False) -> None:
+    def pause(self, phase: str) -> None:
         """``phase`` (validation, a checkpoint) begins; its time belongs to no step."""
         if not self._running:
             return
@@ -226,7 +192,7 @@ class Telemetry:
             self._compiler_phase(phase)
         self._energy.end()
         self._after = phase
-        within_step = within_step or self._step.batches > 0
+        within_step = self._step.batches > 0
         if not self._paused:
             self._paused, self._paused_at = True, now()
             if within_step:  # inside an accumulation: what was done of the step so far is a lap of its own
@@ -254,7 +220,7 @@ class Telemetry:
             since_the_beginning: Points = {
                 "train/learning_rate": None if rate is None else float(rate),
                 "warmup/first_step_seconds": self.meter.first_step_seconds,
-                "warmup/seconds": self.meter.warmup_seconds + (self.preflight_seconds or 0.0),
+                "warmup/seconds": self.meter.warmup_seconds,
                 **{f"warmup/{name}": getattr(compiler, name) for name in COMPILER_POINTS},
                 "usage/peak_device_gib": hardware.peak_device_gib(self._device),
                 "usage/peak_process_gib": hardware.peak_process_gib(),
@@ -311,9 +277,6 @@ class Telemetry:
         if (mean := record.steady_step_seconds_mean) and (rate := rates.teraflops_per_second) is not None:
             record.least_step_seconds = least = peak.least_seconds(rate * mean, record.optimizer_gigabytes)
             record.roofline_share = None if least is None else least / mean
-        if self.preflight_seconds is not None:
-            record.warmup_seconds = (record.warmup_seconds or 0.0) + self.preflight_seconds
-        record.preflight_seconds = self.preflight_seconds
         if record.ranks:
             record.peak_device_memory_gib = max(one.peak_device_memory_gib or 0.0 for one in record.ranks) or None
             record.peak_process_memory_gib = max(one.peak_process_memory_gib or 0.0 for one in record.ranks) or None
@@ -339,9 +302,6 @@ class Telemetry:
         if compiles:
             record.take(self.compiler.figures())
             record.events = list(self.compiler.events)
-        facts = [record.report.get("background", {}), *record.report.get("auto", {}).get("table", {}).values()]
-        if any(one.get("helper_seconds") is not None for one in facts):
-            record.cache = None  # what was found there, its own helper had just compiled
         # Last: it reads from the device, which may be what the training failed at.
         record.final_metrics = finite({name: float(value) for name, value in self._loop.metrics.items()})
 

@@ -1,0 +1,432 @@
+"""Checks: when regions, the optimizer and captured steps are compared with eager, and what follows where they differ.
+
+Each kind of region is checked at its first call (``strategies.region``). Audits are the same check on later steps: in
+rounds that begin at steps 2, 4, 8, ..., after a checkpoint, before the last step, and for what was compiled since; one
+kind a step. What does not compile, or differs twice, runs eager from the next step on, on all processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from strategies import Program
+from strategies.base import holds
+from strategies.compare import Difference, rounding_unit
+from strategies.errors import is_recompile_limit
+from strategies.loop import Loop, StepHook, gathered
+from strategies.optimizer import installed
+from strategies.region import Check, Kind, Region
+from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
+from trainer.telemetry import hardware
+from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
+from trainer.telemetry.telemetry import Telemetry
+from trainer.telemetry.tensorboard import TensorBoardPages
+
+if TYPE_CHECKING:
+    from strategies.cuda_graph.steps import StepCapture
+    from strategies.optimizer.step import Update
+
+SHARE = 0.005
+"""Of the run's seconds, at most, that audits beyond the first rounds may take."""
+FULL_ROUNDS = 32
+"""Optimizer steps up to which a round of audits looks at every signature of a kind, whatever that takes."""
+FIRST_STEPS = 3
+"""Optimizer steps after which processes agree in any case on what does not compile."""
+CHANCES = 10
+"""Optimizer steps within which a region has to be called: what joins later is no mistake."""
+NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
+CALLED_IN_VAIN = "called, and nothing in it was compiled"
+JOINED = "joined the module while it trained and runs eager: what is compiled is chosen before"
+SHARDED = "its parameters are sharded: nothing is compared"
+NOT_AUDITED = "the run ended before a step was audited"
+
+
+class Checks(StepHook):
+    """The checks of one training."""
+
+    def __init__(
+        self,
+        guarding: Guarding,
+        loop: Loop,
+        program: Program,
+        telemetry: Telemetry,
+        record: RunRecord,
+        pages: TensorBoardPages | None,
+        capture: StepCapture | None = None,
+    ) -> None:
+        self._capture = capture
+        self._guarding, self._loop, self._program = guarding, loop, program
+        self._telemetry, self._record, self._pages = telemetry, record, pages
+        self._steps, self._began = 0, time.perf_counter()
+        self._next_round = 2
+        self._round: deque[Any] = deque()
+        self._asked_at = self._round_at = 0
+        self._reported: set[str] = set()
+        self._fell: list[Update] = []
+        """Optimizers whose steps run eager now."""
+        self._peak, self._checked, self._repetitions = 0, False, 0
+        self.warned: set[str] = set()
+        """Lines that were printed as warnings."""
+        self._checkpoints: dict[str, int] = {}
+        self._saved, self._last_round = False, True
+        self._forget = loop.around_save(self._note_checkpoint)
+        self.facts = AuditFacts(verdict="not audited", reason=SHARDED if program.sharded else NOT_AUDITED)
+        self._first: list[Check] = []
+        self._copies, self._peak_without = 0, 0
+        self._in_step = False
+        if program.step is not None:
+            program.step.holds_copies = self._hold_copies
+        checking = program.checking
+        checking.mode = "off" if program.sharded else guarding.parity
+        checking.unit = rounding_unit(program.precision, loop.device, loop.module)
+        checking.begin, checking.report, checking.clock = self._begin, self._report, time.perf_counter
+        checking.may_spend = self._has_time
+        holders = {path.rpartition(".")[0] for path in (region.path for region in program.regions) if path}
+        held = ((path, program.module.get_submodule(path)) for path in holders)
+        self._holders = {path: (holder, set(holder.children())) for path, holder in held}
+        compiles = any(one.compiles for one in program.strategies)
+        record.audits = self.facts if compiles and guarding.parity != "off" else None
+
+    # ---- around a step ---------------------------------------------------------------------------------------------
+
+    def before(self, batch: Any) -> None:
+        """Ask for another look at all that is proven where a round of audits is due; a step takes one at most."""
+        self._in_step = True
+        if self._guarding.parity == "off" or self._program.sharded:
+            return
+        step = self._steps + 1
+        planned = self._loop.steps_planned
+        last = planned is not None and self._loop.steps_done + max(len(self._program.kinds), 1) >= planned
+        if step >= self._next_round:
+            self._next_round *= 2
+            self._begin_round(step)
+        elif self._last_round and last:
+            self._last_round = False
+            self._begin_round(step)
+        elif self._saved and step > self._round_at + len(self._program.kinds) and self._may_spend():
+            self._begin_round(step)
+        if self._round and step != self._asked_at:
+            self._asked_at = step
+            self._round.popleft()()
+
+    def _begin_round(self, step: int) -> None:
+        self._saved, self._round_at = False, step
+        for kind in self._program.kinds.values():
+            kind.ask(of_all=step <= FULL_ROUNDS or not self._last_round)
+        if self._round:
+            return
+        self._round.extend(update.check_next_step for update in self._updates())
+        if self._capture is not None and self._program.captures_steps:
+            self._round.append(self._capture.audit_next)
+
+    def _updates(self) -> list[Update]:
+        """What stands in for the optimizers' steps."""
+        return [update for update in map(installed, self._loop.optimizers) if update is not None]
+
+    def _may_spend(self) -> bool:
+        """The same on all processes."""
+        return self._loop.everywhere(self._has_time())
+
+    def _has_time(self) -> bool:
+        """Whether audits have taken no more than their share so far."""
+        return self.facts.seconds <= SHARE * (time.perf_counter() - self._began)
+
+    def after(self, *, stepped: bool) -> None:
+        """Between two steps: what the step's checks found comes into force."""
+        self._in_step = False
+        self._steps += stepped
+        self.settle(agreeing=stepped and self._agrees())
+        if stepped and self._steps in (1, CHANCES) and self._record.regions:
+            self._verify(last=self._steps == CHANCES)
+        if stepped and self._loop.steps_done % self._loop.log_every_n_steps == 0:
+            self._check_joined()
+
+    def _agrees(self) -> bool:
+        """Whether the processes look at each other's failures after this step; all know it alike."""
+        every = self._loop.steps_done % self._loop.log_every_n_steps == 0
+        audited = 0 <= self._steps - self._round_at <= max(len(self._program.kinds), 1)
+        return self._loop.world_size > 1 and (self._steps <= FIRST_STEPS or audited or every)
+
+    def settle(self, *, agreeing: bool = False) -> None:
+        """Take what checks have found, this process's own and, where all are ``agreeing``, the others'."""
+        telemetry, program = self._telemetry, self._program
+        telemetry.compiler.collect()
+        for module_class, guard in list(telemetry.compiler.beyond_limit.items()):
+            telemetry.compiler.beyond_limit.pop(module_class)
+            for kind in program.kinds.values():
+                if any(type(one.module) is module_class for one in kind.regions):
+                    if kind.error is not None and is_recompile_limit(kind.error):
+                        kind.failure = None  # torch's error does not name the guard
+                    kind.fail(_beyond_limit(guard), kind.error)
+        kinds, updates = list(program.kinds.values()), self._updates()
+        if agreeing:
+            self._take_from_others(kinds, updates)
+        compiled = False
+        for kind in kinds:
+            new = kind.settle()
+            # Steps before ran eager: their memory is no compiled one's.
+            compiled |= any(one.state == "compiled" for one in new)
+            if kind.failure is not None and new:
+                self._fell_back(kind, new)
+        for update in updates:
+            if update.reason and update not in self._fell:
+                self._fell.append(update)
+                self._step_fell_back(update)
+        if self._checked:
+            self._checked = False
+            hardware.count_peak_from(self._loop.device, 0 if compiled else self._peak)
+        self._count_repetitions()
+        self._tell_others()
+        self._write_parity()
+
+    def _take_from_others(self, kinds: list[Kind], updates: list[Update]) -> None:
+        """What runs eager on one process does so on all, for the same reason, and is as good as the worst says."""
+        own = [(place, one.failure, one.differs) for place, one in enumerate(kinds) if one.failure]
+        own_steps = [(place, one.reason, one.differs) for place, one in enumerate(updates) if one.reason]
+        every = gathered((own, own_steps, self.facts.last_clean_step))
+        for theirs, their_steps, _ in every:
+            for place, reason, differs in theirs:
+                kinds[place].fail(f"on another process: {reason}", differs=differs)
+            for place, reason, differs in their_steps:
+                updates[place].fail(f"on another process: {reason}", differs=differs)
+        if any(one.differs for one in kinds) or any(one.differs for one in updates):
+            clean = [one for _, _, one in every if one is not None]
+            self.facts.last_clean_step = min(clean) if len(clean) == len(every) else None
+
+    def _tell_others(self) -> None:
+        """What the optimizer and captured steps fell back for."""
+        for name, reason in self._program.given_up.items():
+            if name not in self._reported and name in ("optimizer", "step"):
+                self._reported.add(name)
+                self._event(f"{name} runs eager: {reason}")
+
+    def _fell_back(self, kind: Kind, regions: list[Region]) -> None:
+        paths = [one.path for one in regions]
+        named = f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
+        runs = "runs" if len(paths) == 1 else "run"
+        line = f"{kind.name}: {named} {runs} eager from step {self._loop.steps_done + 1} on: {kind.failure}"
+        if kind.differs:
+            self._differs(line, audited=any(one.proven for one in kind.proofs.values()))
+        elif self._guarding.on_compile_error == "fail":
+            raise CompileFailed(f"on_compile_error=fail: {line}") from kind.error
+        self.warn(line)
+        self._event(line)
+        done = self._program.report.setdefault("rollback", {"rolled_back": []})["rolled_back"]
+        done.append({"parts": paths, "reason": kind.failure, "step": self._loop.steps_done})
+
+    def _step_fell_back(self, update: Update) -> None:
+        """Its line is among the notes already."""
+        line = f"{update.kind}'s step runs eager from step {self._loop.steps_done + 1} on: {update.reason}"
+        if update.differs:
+            self._differs(line, audited=update.trusted)
+        elif update.error is not None and self._guarding.on_compile_error == "fail":
+            raise CompileFailed(f"on_compile_error=fail: {line}") from update.error
+
+    def _differs(self, line: str, *, audited: bool) -> None:
+        clean = self.facts.last_clean_step
+        audited |= clean is not None
+        if audited:
+            since = f"since step {clean}, the last one that was audited clean" if clean is not None else "since step 2"
+            line = f"{line}; it may have been so {since}. Last good checkpoint: {self._good_checkpoint(clean)}"
+            self.facts.verdict, self.facts.reason = "went eager", line
+        if self._guarding.on_difference == "fail":
+            self.facts.verdict = "failed" if audited else self.facts.verdict
+            self._write_parity()
+            raise ParityError(f"on_difference=fail: {line}")
+        if audited:
+            self.warn(line)
+
+    def _good_checkpoint(self, clean: int | None) -> str:
+        until = 1 if clean is None else clean
+        there = [(step, path) for path, step in self._checkpoints.items() if step <= until and Path(path).exists()]
+        return f"{max(there)[1]} (step {max(there)[0]})" if there else "none yet"
+
+    def _note_checkpoint(self, path: str) -> None:
+        self._checkpoints[path] = self._loop.steps_done
+        self._saved = True
+
+    def warn(self, line: str) -> None:
+        """Say ``line``, and keep it for the record."""
+        self.warned.add(line)
+        self._program.notes.append(line)
+        rank_zero_warn(line)
+
+    def _event(self, line: str) -> None:
+        events = self._telemetry.compiler.events
+        events.append(Event(kind="fallback", reason=line, step=self._loop.steps_done, phase="training"))
+
+    # ---- one check -------------------------------------------------------------------------------------------------
+
+    def _begin(self, checked: Region | Update) -> None:
+        if self._telemetry.phase in ("training", "starting"):
+            self._telemetry.phase = f"checking {checked.kind}"
+        self._telemetry.leave_out()
+        if not self._checked:  # in the step under way, whose memory is none of the compiled code's
+            self._checked, self._peak = True, hardware.peak_bytes(self._loop.device)
+
+    def _report(self, check: Check) -> None:
+        if self._telemetry.phase.startswith("checking "):
+            self._telemetry.phase = "training"
+        if not check.audit:
+            self._telemetry.disturb()
+            self._first.append(check)
+            return
+        facts, step = self.facts, self._loop.steps_done + self._in_step
+        facts.seconds = round(facts.seconds + check.seconds, 4)
+        self._telemetry.audit_seconds += check.seconds
+        if step not in facts.steps:
+            facts.steps.append(step)
+        if check.outcome.skipped is not None:
+            facts.not_compared[check.kind] = check.outcome.skipped
+            return
+        self.count_audit(check.outcome.differences, step, finite=check.outcome.finite)
+
+    def count_audit(self, differences: list[Difference], step: int, *, finite: bool = True) -> None:
+        """Write down what an audit of ``step`` compared; where eager's results are not ``finite``, it shows nothing."""
+        facts = self.facts
+        for one in differences:
+            known = facts.worst.get(one.kind)
+            if known is None or known.share <= one.share:
+                found = AuditDifference(what=one.name, difference=one.difference, tolerance=one.tolerance, step=step)
+                facts.worst[one.kind] = found
+        if finite and not any(one.share > 1 for one in differences):
+            if facts.verdict == "not audited":
+                facts.verdict, facts.reason = "clean", None
+            if facts.verdict == "clean":
+                facts.last_clean_step = step
+        if self._pages is not None and differences:
+            worst = max(one.share for one in differences)
+            scalars = {"usage/audit_worst_of_tolerance": worst if worst < float("inf") else None}
+            self._pages.scalars({**scalars, "usage/audit_seconds": facts.seconds}, step)
+
+    def _hold_copies(self, holds: bool) -> None:
+        """Copies for a graph to repeat a step are made, or freed: their memory is no part of the run's own."""
+        if holds and not self._copies:
+            self._peak_without = hardware.peak_bytes(self._loop.device)
+        self._copies = max(self._copies + (1 if holds else -1), 0)
+        if not self._copies and not holds:
+            hardware.count_peak_from(self._loop.device, self._peak_without)
+
+    def _count_repetitions(self) -> None:
+        """Steps that a graph has repeated since: those of a graph that is not new are audits."""
+        if self._capture is None or self._guarding.parity == "off":
+            return
+        step = self._loop.steps_done
+        for audit in self._capture.audits[self._repetitions :]:
+            self._telemetry.audit_seconds += audit.seconds
+            if not audit.first:
+                self.facts.seconds = round(self.facts.seconds + audit.seconds, 4)
+                if step not in self.facts.steps:
+                    self.facts.steps.append(step)
+                self.count_audit(audit.differences, step)
+        self._repetitions = len(self._capture.audits)
+
+    def _write_parity(self) -> None:
+        """The first checks of all kinds, for the record."""
+        if self._guarding.parity == "off" or not any(one.compiles for one in self._program.strategies):
+            return
+        checks, kinds = self._first, list(self._program.kinds.values())
+        compared = [one for one in checks if one.outcome.how]
+        different = [str(kind.failure) for kind in kinds if kind.differs]
+        different += [update.reason for update in self._fell if update.differs]
+        facts: dict[str, Any] = {"mode": self._guarding.parity, "checks": len(compared)}
+        if self._program.sharded:
+            facts |= {"verdict": "skipped", "reason": SHARDED}
+        elif different:
+            facts |= {"verdict": "failed", "reason": "; ".join(different)}
+        elif compared:
+            facts |= {"verdict": "passed"}
+        elif kinds or checks:
+            reasons = [one.outcome.skipped or "" for one in checks] + [kind.failure or "" for kind in kinds]
+            facts |= {"verdict": "not compared", "reason": next(filter(None, reasons), "no region was called")}
+        else:
+            facts |= {"verdict": "skipped", "reason": "nothing compiled"}
+        worst: dict[str, Difference] = {}
+        for check in compared:
+            for one in check.outcome.differences:
+                if one.kind not in worst or worst[one.kind].share <= one.share:
+                    worst[one.kind] = one
+        facts["worst"] = {
+            kind: {"what": one.name, "difference": one.difference, "tolerance": one.tolerance}
+            for kind, one in worst.items()
+        }
+        facts["how"] = sorted({one.outcome.how for one in compared})
+        facts["seconds"] = round(sum(one.seconds for one in checks), 3)
+        self._program.report["parity"] = facts
+
+    # ---- nothing compiled ------------------------------------------------------------------------------------------
+
+    def _check_joined(self) -> None:
+        """Say which blocks the training has put beside regions."""
+        for path, (holder, known) in self._holders.items():
+            for name, child in holder.named_children():
+                if child not in known and any(True for _ in child.parameters()):
+                    part = f"{path}.{name}".lstrip(".")
+                    self._program.given_up[part] = JOINED
+                    self.warn(f"{part}: {JOINED}")
+                known.add(child)
+
+    def _verify(self, *, last: bool) -> None:
+        """Say, once that is certain, which regions compiled nothing."""
+        missing = self._not_compiled()
+        nothing = bool(missing) and len(missing) == len(self._program.regions)
+        if self._loop.everywhere(nothing and last) and self._guarding.on_compile_error == "fail":
+            raise CompiledNothing(
+                f"on_compile_error=fail: {self._record.label}: of {len(missing)} regions nothing was compiled in "
+                f"{self._steps} optimizer steps: {_by_reason(missing)}"
+            )
+        if last and missing:
+            self._warn_missing(missing)
+
+    def _not_compiled(self) -> dict[str, str]:
+        """Regions of which nothing was compiled so far, with the reason."""
+        compiler, program = self._telemetry.compiler, self._program
+        missing = {
+            one.path: one.reason if one.state == "failed" else CALLED_IN_VAIN if one.called else NEVER_CALLED
+            for one in program.regions
+            if one.state == "failed" or not (one.called and compiler.compiled(one.module))
+        }
+        if self._record.regions is not None:
+            done = len(program.regions) - len(missing)
+            self._record.regions_compiled = max(self._record.regions_compiled or 0, done)
+        return missing
+
+    def _warn_missing(self, missing: dict[str, str]) -> None:
+        failed = {one.path for one in self._program.regions if one.state == "failed"}
+        new = {path: reason for path, reason in missing.items() if path not in failed and path not in self._reported}
+        if new:
+            self._reported |= new.keys()
+            self.warn(f"{self._record.label}: not compiled in {self._steps} optimizer steps, {_by_reason(new)}")
+
+    def close(self) -> None:
+        """The training is over: note what was to be compiled and was not."""
+        self._forget()
+        if not self._steps:
+            return
+        self._check_joined()
+        there = dict(self._program.module.named_modules(remove_duplicate=False))
+        if gone := [one.path for one in self._program.regions if there.get(one.path) is not one.module]:
+            self.warn(f"{', '.join(gone)}: no longer in the module; what took the place of a region ran eager")
+        missing = self._not_compiled()
+        for path, reason in missing.items():
+            if not any(holds(one.path, path) and one.state == "failed" for one in self._program.regions):
+                self._program.given_up[path] = reason
+        self._warn_missing(missing)
+        self._write_parity()
+
+
+def _by_reason(missing: dict[str, str]) -> str:
+    reasons = dict.fromkeys(missing.values())
+    return "; ".join(f"{', '.join(p for p, why in missing.items() if why == one)}: {one}" for one in reasons)
+
+
+def _beyond_limit(recompile_reason: str) -> str:
+    """Why code may not be compiled once more, with the guard that failed last."""
+    line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
+    guard = " ".join(recompile_reason.strip().partition("\n")[0].split())
+    return f"{line}; the guard that failed last: {guard}" if guard else line

@@ -1,0 +1,179 @@
+"""Timing: is the run faster than eager? Windows of real steps that train in eager, beside windows as the run trains.
+
+No step is repeated to be timed. Once there are enough steady steps, two steps train in eager and two as the run does,
+again and again, for a small share of the run; each window's first step is left out, since it brings its code and memory
+back. A run that is slower says so, or goes on in eager. The record's verdict is made of the same steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from strategies import Program
+from strategies.base import eager
+from strategies.loop import Loop, MicroBatch, RunMicroBatch, StepHook
+from trainer.telemetry import hardware
+from trainer.telemetry.files import number
+from trainer.telemetry.machine import now
+from trainer.telemetry.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from strategies.cuda_graph.steps import StepCapture
+
+STEADY_STEPS = 20
+"""Steady steps after which windows begin."""
+SHARE = 0.05
+"""Windows in eager take no more than this share of the time since training began."""
+APART_STEPS = 10
+"""Steps between two windows, at least."""
+WINDOW = 2
+"""Steps of a window that are timed, after one that is not."""
+ENOUGH, MAX_WINDOWS = 5, 20
+"""Windows from which on a run may be called slower, and the most of them."""
+MARGIN, MIN_SLOWER = 1.05, 0.9
+"""Slower by less than this, or in fewer of the pairs, is taken to be noise."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Window:
+    """Seconds of optimizer steps, in eager and as the run trains."""
+
+    eager_seconds: list[float] = field(default_factory=list)
+    compiled_seconds: list[float] = field(default_factory=list)
+    replayed: bool = False
+    """Whether the run's steps were replayed from CUDA graphs."""
+
+
+class Timing(StepHook):
+    """Times eager beside the run; ``slower`` is called with a line once the run is slower."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        program: Program,
+        telemetry: Telemetry,
+        slower: Callable[[str], None],
+        capture: StepCapture | None = None,
+        *,
+        wanted: bool,
+    ) -> None:
+        self._capture = capture
+        self._loop, self._program, self._telemetry, self._slower = loop, program, telemetry, slower
+        self._wanted = wanted
+        self._windows: list[Window] = []
+        self._spent = 0.0
+        self._next = math.inf
+        self._planned = False
+        self._window: Window | None = None
+        self._in_eager = False
+        self._left = 0
+        self._step_began: float | None = None
+        self._replays = self._peak = 0
+        self._eagerly = contextlib.ExitStack()
+        self._found_slower = False
+
+    def before(self, batch: Any) -> None:
+        if not self._wanted:
+            return
+        if self._window is None and self._step_began is None and self._telemetry.meter.ended >= self._next:
+            self._window, self._in_eager, self._left = Window(), True, 1 + WINDOW
+        if self._window is None or self._step_began is not None:  # or within the micro-batches of a step
+            return
+        self._telemetry.leave_out()
+        if self._in_eager:
+            self._peak = hardware.peak_bytes(self._loop.device)
+            self._eagerly.enter_context(eager(self._program))
+        hardware.wait(self._loop.device)
+        graphs = self._program.step
+        self._replays = 0 if graphs is None else graphs.replays
+        self._step_began = now()
+
+    def run(self, micro: MicroBatch, go: RunMicroBatch) -> dict[str, Any]:
+        """In an eager window, without a graph."""
+        if self._capture is None or self._window is None or not self._in_eager:
+            return go(micro)
+        with self._capture.left_out():
+            return go(micro)
+
+    def after(self, *, stepped: bool) -> None:
+        if not self._wanted or not stepped:
+            return
+        if self._window is not None and self._step_began is not None:
+            hardware.wait(self._loop.device)
+            seconds, self._step_began = now() - self._step_began, None
+            self._eagerly.close()
+            if self._in_eager:  # its memory is no part of the run's own
+                hardware.count_peak_from(self._loop.device, self._peak)
+            self._take(self._window, seconds)
+        elif not self._planned and self._loop.steps_done % self._loop.log_every_n_steps == 0:
+            self._plan_first()
+
+    def _take(self, window: Window, seconds: float) -> None:
+        self._left -= 1
+        graphs = self._program.step
+        replayed = graphs is not None and graphs.replays > self._replays
+        if self._in_eager:
+            self._spent += seconds
+        if self._left < WINDOW:
+            (window.eager_seconds if self._in_eager else window.compiled_seconds).append(seconds)
+        if self._left:
+            return
+        if self._in_eager:
+            self._in_eager, self._left = False, 1 + WINDOW
+            return
+        window.replayed, self._window = replayed, None
+        self._windows.append(window)
+        self._judge()
+        if len(self._windows) >= MAX_WINDOWS or self._found_slower:
+            self._next = math.inf
+        else:
+            self._plan(statistics.median(window.eager_seconds) * (1 + WINDOW))
+
+    def _plan_first(self) -> None:
+        median = self._telemetry.meter.median_seconds
+        if median is None or not self._loop.everywhere(len(self._telemetry.meter.steady.seconds) >= STEADY_STEPS):
+            return
+        program = self._program
+        if not (program.regions or program.step is not None or program.compiled_beside_regions):
+            self._wanted = False
+            return
+        if self._loop.world_size > 1 and program.step is not None:
+            self._wanted = False  # an eager step beside graphs that hold collectives was not tried
+            return
+        self._planned = True
+        self._plan(2 * median * (1 + WINDOW), gap=0)
+
+    def _plan(self, cost: float, gap: int = APART_STEPS) -> None:
+        """Say when the next window, whose eager steps are going to take ``cost`` seconds, is due."""
+        median = self._telemetry.meter.median_seconds or 1e-9
+        lacking = (self._spent + cost) / SHARE - (now() - self._telemetry.began)
+        gap = max(gap, math.ceil(lacking / max(median, 1e-9)))
+        self._next = self._loop.broadcast(self._telemetry.meter.ended + gap)
+
+    def _judge(self) -> None:
+        eager_seconds = [seconds for one in self._windows for seconds in one.eager_seconds]
+        compiled = [seconds for one in self._windows for seconds in one.compiled_seconds]
+        medians = statistics.median(eager_seconds), statistics.median(compiled)
+        share = sum(one > two for one, two in zip(compiled, eager_seconds, strict=True)) / len(compiled)
+        slower = len(self._windows) >= ENOUGH and medians[1] > MARGIN * medians[0] and share >= MIN_SLOWER
+        slower = self._loop.anywhere(slower)
+        micro = {} if self._loop.micro_batches == 1 else {"micro_batches": self._loop.micro_batches}
+        self._program.report.setdefault("slowdown", {}).update(
+            {"on_later_batches": [asdict(one) for one in self._windows], "slower": slower, **micro}
+        )
+        if slower and not self._found_slower:
+            self._found_slower = True
+            self._slower(
+                f"slower than eager: a step takes {number(medians[1] * 1e3)} ms compiled against "
+                f"{number(medians[0] * 1e3)} ms eager, on real steps by turns"
+            )
+
+    def close(self) -> None:
+        self._eagerly.close()
+        if self._wanted and self._windows == [] and self._planned:
+            self._program.report.setdefault("slowdown", {})["short_of_time"] = True
