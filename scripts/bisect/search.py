@@ -1,123 +1,88 @@
-"""Search: the whole and its submodules, trial by trial, and what is found. Needs no torch.
-
-Top-down, half by half, to the smallest submodule that alone differs from eager; then all the rest, once more.
-"""
+"""Search: what was looked at, from regions into what they are made of, and what of it is at fault. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from strategies.base import Stage, Strategy, holds, label
+from strategies.base import Stage, Strategy, label
 from trainer.auto import refuse_choice
 
-OPTIMIZER = "optimizer step"
-"""Stands among the module paths of a trial for the compiled optimizer step."""
 MAX_SHAPES = 4
-"""Shapes of batch that are tried, the first ones."""
+"""Shapes of batch that are looked at, the first ones."""
 LEFT_OUT = {
     Stage.CACHE: "left out, so that no store is read or written",
+    Stage.OPTIMIZER: "left out, it is no submodule; a run compares its first step with torch's own",
     Stage.STEP: "left out, a captured step runs no single submodule",
 }
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
-    """Of one trial: some submodules compiled each by itself, all others eager, on every batch one after the other."""
-
-    differs: bool
-    reason: str | None = None
-    """In one line: the difference, or why nothing could be compared, the step failed for instance."""
-    batch: str | None = None
-    """Dtypes and shapes of the batch that showed it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Node:
-    """A submodule, or the optimizer step."""
+class Look:
+    """One submodule, compiled and compared with eager at its first call in a step."""
 
     path: str
     about: str = ""
     """Its class, and ``file:line`` at which that begins where there is a source to read."""
-    children: list[Node] = field(default_factory=list)
-    """The submodules below, those of a list of modules in its place: it is not called."""
+    wrong: str | None = None
+    """What is at fault, in one line: the largest differences, or what the compiler raised; None where nothing is."""
+    skipped: str | None = None
+    """Why it could not be compared."""
+    children: list[Look] = field(default_factory=list)
+    """What it called, looked at where it is at fault itself or could not be compared."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
     """What a search found."""
 
-    whole: Outcome
-    """What was seen with everything compiled."""
-    culprit: Node | None = None
-    """The smallest submodule, or the optimizer step, that differs when nothing else is compiled; None where nothing
-    differs, and where it takes several together."""
-    outcome: Outcome | None = None
-    """Of compiling the culprit alone."""
-    copies: list[str] = field(default_factory=list)
-    """Other submodules of its class, where the rest differs with them."""
-    rest: list[str] = field(default_factory=list)
-    """Largest submodules that hold neither."""
-    rest_outcome: Outcome | None = None
-    """Of compiling the rest; None where there is no rest, or nothing that differs."""
+    looks: list[Look]
+    """Those at the regions, on the batch that showed a fault, or on the last one."""
+    batch: str
+    """Dtypes and shapes of that batch."""
+    batches: int
+    """How many were looked at."""
+    never_called: list[str] = field(default_factory=list)
+    """Regions that the steps did not call."""
+    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Those of ``torch.compile``, by the paths of the regions."""
 
     @property
-    def rest_is_clean(self) -> bool:
-        outcome = self.rest_outcome
-        return outcome is not None and not outcome.differs and outcome.reason is None
+    def culprits(self) -> list[Look]:
+        """The smallest submodules at fault: nothing in them is."""
+        return list(_smallest(self.looks))
+
+    @property
+    def not_compared(self) -> list[Look]:
+        """Submodules of which, and of whose parts, nothing was compared."""
+        return [look for look in all_of(self.looks) if look.skipped is not None and not look.children]
+
+    @property
+    def rest(self) -> list[str]:
+        """The largest submodules that equal eager."""
+        return list(_equal(self.looks))
 
 
-class Search:
-    """One search, from the whole to its parts.
+def _smallest(looks: Iterable[Look]) -> Iterator[Look]:
+    for look in looks:
+        inner = list(_smallest(look.children))
+        yield from inner or ([look] if look.wrong is not None else [])
 
-    Args:
-        everything: What the strategies hand to the compiler, each with what it holds.
-        trial: Compiles the submodules at these paths, and the optimizer step where ``OPTIMIZER`` is among them, and
-            says what came of it. A set of submodules is tried once.
-    """
 
-    def __init__(self, everything: list[Node], trial: Callable[[Sequence[str]], Outcome]) -> None:
-        self._everything, self._trial = everything, trial
-        self._known: dict[frozenset[str], Outcome] = {}
+def _equal(looks: Iterable[Look]) -> Iterator[str]:
+    for look in looks:
+        if look.wrong is None and look.skipped is None:
+            yield look.path
+        else:
+            yield from _equal(look.children)
 
-    def run(self) -> Report:
-        """Look for what differs. Raises ValueError where everything compiled cannot be compared with eager."""
-        report = Report(whole=self._outcome(self._everything))
-        if report.whole.differs:
-            report.culprit = culprit = self._smallest(self._everything)
-            if culprit is not None:
-                report.outcome = self._outcome([culprit])
-                # All without it, or without all of its class. What holds one of them is taken apart.
-                like = [one.path for one in _all(self._everything) if culprit.about and one.about == culprit.about]
-                for out in ([culprit.path], like):
-                    rest = list(_without(self._everything, out))
-                    report.rest = [one.path for one in rest]
-                    report.copies = [path for path in out if path != culprit.path]
-                    report.rest_outcome = self._outcome(rest) if rest else None
-                    if report.rest_outcome is None or not report.rest_outcome.differs or len(like) < 2:
-                        break
-        elif report.whole.reason is not None:
-            raise ValueError(
-                f"the compiled step cannot be compared with eager's: {report.whole.reason}; crucible explain says "
-                "what does not compile"
-            )
-        return report
 
-    def _smallest(self, nodes: Sequence[Node]) -> Node | None:
-        """Of ``nodes``, which differ together, and what they hold: one that differs, but no child of it; or None."""
-        if len(nodes) == 1:
-            (node,) = nodes
-            inner = self._smallest(node.children) if node.children and self._outcome(node.children).differs else None
-            return inner or node
-        half = len(nodes) // 2
-        part = next((part for part in (nodes[:half], nodes[half:]) if self._outcome(part).differs), None)
-        return None if part is None else self._smallest(part)
-
-    def _outcome(self, nodes: Sequence[Node]) -> Outcome:
-        paths = [node.path for node in nodes]
-        if frozenset(paths) not in self._known:
-            self._known[frozenset(paths)] = self._trial(paths)
-        return self._known[frozenset(paths)]
+def all_of(looks: Iterable[Look]) -> Iterator[Look]:
+    """``looks`` and those below them."""
+    for look in looks:
+        yield look
+        yield from all_of(look.children)
 
 
 def named(paths: Sequence[str]) -> str:
@@ -131,21 +96,8 @@ def searched(strategies: Iterable[Strategy]) -> tuple[list[Strategy], list[str]]
     refuse_choice(given)
     kept = [each for each in given if each.stage not in LEFT_OUT]
     notes = [f"{each.name}: {LEFT_OUT[each.stage]}" for each in given if each.stage in LEFT_OUT]
-    if not any(each.stage in (Stage.MODULE, Stage.OPTIMIZER) for each in kept):
-        raise ValueError(f"compile={label(given)}: compiles nothing, there is nothing to search; try compile=whole")
+    if not any(each.stage is Stage.MODULE for each in kept):
+        raise ValueError(
+            f"compile={label(given)}: compiles no submodule, there is nothing to search; try compile=whole"
+        )
     return kept, notes
-
-
-def _all(nodes: Iterable[Node]) -> Iterator[Node]:
-    for node in nodes:
-        yield node
-        yield from _all(node.children)
-
-
-def _without(nodes: Iterable[Node], out: Sequence[str]) -> Iterator[Node]:
-    """The largest ones of ``nodes`` and below them that hold none of the paths ``out``."""
-    for node in nodes:
-        if any(holds(node.path, path) for path in out):
-            yield from _without(node.children, out)
-        else:
-            yield node

@@ -26,8 +26,8 @@ BARE = {
 EXPECTED = re.compile(
     r"grad_mode|autocast|\.training\b|requires_grad|dispatch key|(size|stride|rank) mismatch|\.(size|stride)\(\)| % "
 )
-"""Guards by which graphs of validation differ, those of shapes that a strategy warms, and, in the first step, of copies
-of one class that share their code: widths, and the first one's input."""
+"""Guards by which graphs of validation differ, those of shapes that a strategy lets come first, and, in the first step,
+of copies of one class that share their code: the first one's input."""
 COMPILE_ID = re.compile(r"^\d+/\d+(_\d+)?: ", re.MULTILINE)
 
 
@@ -42,7 +42,7 @@ class Finding:
     count: int = 1
     """How often it was traced."""
     expected: bool = False
-    """Whether every run has it: graphs of validation, of copies of other sizes, of shapes compiled beforehand."""
+    """Whether every run has it: graphs of validation, of copies of other sizes, of shapes that buckets plan."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,8 +78,11 @@ class Explanation:
         return json.dumps(finite(facts), indent=2, allow_nan=False) + "\n"
 
 
-def findings(events: Iterable[Event], kind: str) -> list[Finding]:
-    """Events of one ``kind``, a line's together: a break in an inlined function is met again in the function itself."""
+def findings(events: Iterable[Event], kind: str, *, first_steps: int = 1) -> list[Finding]:
+    """Events of one ``kind``, a line's together: a break in an inlined function is met again in the function itself.
+
+    In the ``first_steps`` of a training every run compiles, one step for each shape that is planned.
+    """
     kept: dict[tuple[str, bool], Finding] = {}
     for event in events:
         if event.kind != kind:
@@ -87,8 +90,7 @@ def findings(events: Iterable[Event], kind: str) -> list[Finding]:
         text = COMPILE_ID.sub("", event.reason) or "no reason given"
         more = BARE.get(text.split()[0])
         text = f"{text}: {more}" if more else text
-        # Steps of training from the second on have nothing that every run compiles.
-        early = event.phase != "training" or (event.step or 0) <= 1
+        early = event.phase != "training" or (event.step or 0) <= first_steps
         expected = kind == "recompile" and early and EXPECTED.search(text.partition("\n")[0]) is not None
         place = (event.location or "").rpartition(" ")[0] or text
         one = kept.setdefault((place, expected), Finding(texts=[], where=event.location, count=0))

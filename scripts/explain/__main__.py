@@ -74,7 +74,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
         _print_problem(f"[yellow bold]recompile {number}[/]", recompile, console)
     console.print()
     if expected := sum(recompile.count for recompile in explanation.recompiles if recompile.expected):
-        why = "(validation, copies of other sizes, shapes compiled beforehand), which torch counts as recompiles"
+        why = "(validation, copies of other sizes, shapes that buckets plan), which torch counts as recompiles"
         console.print(f"expected: {counted(expected, 'more graph')} {why}", markup=False)
     for note in explanation.notes:
         console.print(f"note: {note}", markup=False)

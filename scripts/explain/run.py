@@ -25,12 +25,13 @@ import torch._dynamo.utils as dynamo_utils
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from scripts.explain import BATCHES, Explanation, findings
-from strategies import Modular, Optimizer, Strategy
+from strategies import Modular, Optimizer, Program, Strategy
 from strategies.base import label
 from strategies.errors import is_compile_error, one_line
 from trainer.auto import refuse_choice
 from trainer.build import build_trainer, compile_callback
-from trainer.callback import Compile, CompiledNothing
+from trainer.callback import Compile
+from trainer.loading import loss_of_padding
 from trainer.loops.lightning import throwaway_trainer
 from trainer.process import process_settings
 from trainer.settings import Config
@@ -109,14 +110,26 @@ def changed(options: Any) -> Any:
 
 
 class Quiet(L.Callback):
-    """Comes after ``Compile``: what a run logs line by line is reported at the end."""
+    """Comes after ``Compile``: what a run logs line by line is reported at the end, and whether padding counts."""
 
     def __init__(self, compile_: Compile, before_steps: Callable[[], object] = lambda: None) -> None:
         self._compile, self._before_steps = compile_, before_steps
+        self._batch: Any = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._compile.telemetry.compiler.lines_left = 0
         self._before_steps()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch = batch
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        program = self._compile.program
+        if program is not None and program.padding is not None and self._batch is not None:
+            line = loss_of_padding(pl_module, self._batch, program.padding.ragged)
+            self._compile.record.notes += [line] if line else []
 
 
 def explained(
@@ -129,7 +142,7 @@ def explained(
         with quiet_compiler():
             trainer.fit(module, **data)
     except Exception as error:
-        if not is_compile_error(error) and not isinstance(error, CompiledNothing):
+        if not is_compile_error(error):
             raise
         failures.append(one_line(error))
     record, compiler = compile_.record, compile_.telemetry.compiler
@@ -148,11 +161,17 @@ def explained(
         versions=hardware.versions(),
         batches=trainer.fit_loop.epoch_loop.total_batch_idx + 1,
         breaks=findings(compiler.events, "graph_break"),
-        recompiles=findings(compiler.events, "recompile"),
+        recompiles=findings(compiler.events, "recompile", first_steps=max(1, planned_shapes(compile_.program))),
         failures=list(dict.fromkeys([*fallbacks, *failures, *record.eager_parts.values()])),
         notes=[*record.notes, *skipped],
         not_looked_at=not_looked_at,
     )
+
+
+def planned_shapes(program: Program | None) -> int:
+    """Shapes of batch with which a training begins, one after the other."""
+    padding = None if program is None else program.padding
+    return 0 if padding is None or not padding.warm else len(padding.batch_sizes)
 
 
 @contextlib.contextmanager
@@ -164,6 +183,7 @@ def quiet_compiler() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\._dynamo")
+            warnings.filterwarnings("ignore", module=r"trainer\.guards")
             yield
     finally:
         logging.disable(before)
@@ -190,7 +210,7 @@ def training(
         compile={strategy.name: strategy for strategy in strategies},
         trainer=settings,
         parity="off",
-        on_compile_error="fail",
+        on_compile_error="eager",
         on_slower="warn",
         resume=None,
         repeat=None,

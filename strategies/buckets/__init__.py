@@ -44,9 +44,10 @@ class Buckets(Strategy):
     """Positions a training batch on each device, padding included: shorter buckets then have more examples a batch,
     and the loss is a mean over a varying number of them. null = the loader's own batch size."""
     warm: bool = True
-    """Compile every shape before the first step."""
+    """Whether a training begins with one batch of each shape, so that what has to be compiled is compiled at once; the
+    epoch holds the same batches."""
     on_recompile: str = "warn"
-    """When a shape compiles after that: ``fail``, or ``warn``."""
+    """When something compiles after all shapes have come: ``fail``, or ``warn``."""
     required: bool = True
     """Whether a task that declares no tensor ragged is an error; false = the strategy is left out, with a note."""
 

@@ -46,6 +46,9 @@ class BucketBatchSampler(Sampler[list[int]]):
     Batches of a bucket are spread evenly over the epoch, each at a random place within its stretch. So after any number
     of steps, each of K buckets has had its share of them to within K + 1 batches. Which examples share a batch, and
     in what order they come, is random.
+
+    With ``warm`` the very first epoch begins with one batch of each bucket, the longest first: by then every shape has
+    come, and memory has been at its most. The other batches keep their order.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         same_every_epoch: bool = False,
         drop_last: bool = False,
+        warm: bool = False,
     ) -> None:
         """Plan batches of ``batch_sizes[edge]`` rows a rank for examples of ``lengths``.
 
@@ -67,7 +71,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         self.lengths: NDArray[np.int64] = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
         self.batch_sizes = {edge: batch_sizes[edge] for edge in self.edges}
         self.replicas, self.rank, self.seed = replicas, rank, seed
-        self._same_every_epoch = same_every_epoch
+        self._same_every_epoch, self._warm = same_every_epoch, warm
         self._bucket = np.searchsorted(self.edges, self.lengths).astype(np.uint16)
         too_long = int((self._bucket == len(self.edges)).sum())
         if too_long:
@@ -182,7 +186,12 @@ class BucketBatchSampler(Sampler[list[int]]):
             stretch = torch.randperm(len(chosen), generator=generator).numpy()
             places[chosen] = (stretch + places[chosen]) / len(chosen)
         full = np.array([self.batch_sizes[edge] for edge in self.edges]) * self.replicas
-        places[self._rows < full[self._buckets]] = 1.0  # the smaller batch comes last, as elsewhere
+        smaller = self._rows < full[self._buckets]
+        if self._warm and epoch == 0:  # by the epoch alone, so that whoever resumes within it finds the same order
+            for bucket in np.unique(self._buckets):
+                if len(whole := np.flatnonzero((self._buckets == bucket) & ~smaller)):
+                    places[whole[places[whole].argmin()]] = -bucket.item() - 1.0
+        places[smaller] = 1.0  # the smaller batch comes last, as elsewhere
         return examples, np.argsort(places, kind="stable")
 
 
@@ -279,19 +288,6 @@ def require_replaceable_order(loader: DataLoader[Any], name: str) -> None:
             f"compile.{name}: the training loader draws its examples by a {type(sampler).__name__} of its own, which "
             "buckets would replace by each example once an epoch; use a Subset of the data, or compile=dynamic"
         )
-
-
-def evaluation_sizes(loader: DataLoader[Any], limit: float | None) -> set[int]:
-    """Rows of the batches that an evaluation of ``limit`` batches (or that share of them) meets; empty if unknown."""
-    rows = loader.batch_size
-    if rows is None or not isinstance(loader.sampler, Sized):
-        return set()
-    whole, last = divmod(len(loader.sampler), rows)
-    batches = len(loader)
-    if limit is not None:
-        batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
-    partial = last and not loader.drop_last and batches == whole + 1
-    return {*([rows] if min(whole, batches) else []), *([last] if partial else [])}
 
 
 LOADER_OPTIONS = (

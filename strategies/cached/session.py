@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from strategies.base import Stage
 from strategies.cached.store import Bundle, Refused, distrust_of, read_libraries
 from strategies.errors import one_line
 from strategies.loop import gathered
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 MAX_NAMED = 5
 """Compiled functions that a note names; the record has all of them."""
-REVISION = 4
+REVISION = 5
 """Raised when strategies let the compiler make something else of the same program, or bundles look different."""
 T = TypeVar("T")
 
@@ -70,8 +69,6 @@ class Session:
         self._facts: dict[str, Any] = {"state": "cold", "reason": None, "url": options.url_used}
         """What goes into the record."""
         self._facts["fingerprint"] = self._fingerprint
-        self._findings: dict[str, Any] = {}
-        """Of the runs that stored the loaded bundles, see ``Program.findings``."""
         self._loaded: list[Bundle] = []
         self._stack = contextlib.ExitStack()
         shared = None
@@ -80,16 +77,15 @@ class Session:
                 self._directory = self._own_directory()
                 self._stack.enter_context(compiling_in(self._directory))
                 self._fetch_and_load()
-                shared = self._directory, self._facts, self._findings
+                shared = self._directory, self._facts
         finally:
             shared = gathered(shared)[leader]
         if not self._leads:
             if shared is None:
                 raise OSError("the first process of this host has no place for it")
-            self._directory, self._facts, self._findings = shared
+            self._directory, self._facts = shared
             self._stack.enter_context(compiling_in(self._directory))
         program.report[options.name] = self._facts
-        program.findings.update(self._findings)
 
     def _note(self, line: str) -> None:
         self._program.notes.append(f"cached: {line}")
@@ -143,7 +139,6 @@ class Session:
                         file.parent.mkdir(parents=True, exist_ok=True)
                         file.write_bytes(data)
                     self._loaded.append(bundle)
-                    self._findings.update(bundle.manifest["findings"])
                 except Exception as error:
                     refused.append(f"bundle {bundle.name[-12:]} refused: {one_line(error)}")
             reason = "; ".join(refused) or "nothing is stored yet for this model, these strategies and this machine"
@@ -198,20 +193,14 @@ class Session:
         elif self._loaded:
             timed = f", but {now['kernels_timed']} timings of kernels did not" if now["kernels_timed"] else ""
             self._note(f"warm start: all {now['graph_hits']} graphs came from the cache{timed}")
-        new = now["graph_misses"] or built or not self._program.findings.keys() <= self._findings.keys()
-        return bool(new or not self._loaded)
+        return bool(now["graph_misses"] or built or not self._loaded)
 
     def _store(self, libraries: dict[str, bytes]) -> None:
         data, artifacts = b"", [f"library {path}" for path in libraries]
         if (saved := torch.compiler.save_cache_artifacts()) is not None:
             data = saved[0]
             artifacts += [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
-        manifest = {
-            "fingerprint": self._fingerprint,
-            "facts": self._described,
-            "artifacts": artifacts,
-            "findings": self._program.findings,
-        }
+        manifest = {"fingerprint": self._fingerprint, "facts": self._described, "artifacts": artifacts}
         max_bytes = self._options.max_gib * 2**30
         if (size := len(data) + sum(map(len, libraries.values()))) > max_bytes:
             raise ValueError(f"{size / MIB:.1f} MiB are more than max_gib allows")
@@ -279,9 +268,8 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def facts_of(program: Program, *, leave_out: str) -> dict[str, Any]:
-    """Everything that the fingerprint is made of, readable; the strategy named ``leave_out`` compiles nothing, and who
-    compiles in another process compiles the same."""
-    compiling = [one for one in program.strategies if one.name != leave_out and one.stage is not Stage.BACKGROUND]
+    """Everything that the fingerprint is made of, readable; the strategy named ``leave_out`` compiles nothing."""
+    compiling = [one for one in program.strategies if one.name != leave_out]
     try:
         triton: str | None = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -29,8 +29,8 @@ from typing import Any
 NAME = re.compile(r"([0-9a-f]{32}-[0-9a-f]{64})\.bundle")
 """Files of ours; nothing else in the folder is read or removed."""
 MANIFEST, TORCH = "manifest.json", "torch.artifacts"
-"""Members of the archive: the first has ``fingerprint``, ``facts``, ``artifacts`` (their names) and ``findings``; the
-second is what ``torch.compiler.save_cache_artifacts`` gives."""
+"""Members of the archive: the first has ``fingerprint``, ``facts`` and ``artifacts`` (their names); the second is what
+``torch.compiler.save_cache_artifacts`` gives."""
 LIBRARY_SUFFIXES = (".so", ".so.load_ok")
 """The other members, by their path in Inductor's cache. Torch's artifacts hold Triton's binaries but no C++ ones, so
 that a warm start on a CPU would run the C++ compiler again although every cache says "hit". The second suffix is
@@ -110,7 +110,7 @@ class ArtifactStore:
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 members = {member: archive.read(member) for member in archive.namelist()}
-            manifest = {"artifacts": [], "findings": {}, **json.loads(members.pop(MANIFEST))}
+            manifest = {"artifacts": [], **json.loads(members.pop(MANIFEST))}
             artifacts = members.pop(TORCH)
             if manifest["fingerprint"] != fingerprint:
                 raise Refused("it was made for another program or machine")

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from scripts.bisect.bench import Bench, BenchCallback, fit
-from scripts.bisect.search import Outcome, Report, Search
-from scripts.bisect.search import searched as those_searched
+from scripts.bisect.bench import bisect_module
+from scripts.bisect.search import Report
 from strategies import Whole
-from tests.bisect import planted
 from tests.bisect.trained import Trained, loader
-from trainer.callback import Compile
-from trainer.loops.lightning import throwaway_trainer
 
 Searched = Callable[..., Report]
 
@@ -28,26 +22,6 @@ def clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def searched_in(bench: Bench) -> Report:
-    """A search whose planted backends begin each trial anew, as their process would."""
-
-    def trial(paths: Sequence[str]) -> Outcome:
-        planted.planted_seen.clear()
-        return bench.trial(paths)
-
-    return Search(bench.everything, trial).run()
-
-
-def with_module(module: L.LightningModule, loader: Any, strategies: Any, use: Any, **declared: Any) -> None:
-    """Use the bench of a module of any kind."""
-    kept, _ = those_searched(strategies)
-    compile_ = Compile(kept, parity="off", measure_peak=False, save=False, verbose=False, **declared)
-    callback = BenchCallback(compile_, use)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = throwaway_trainer(folder, module, [callback, compile_], max_steps=1, limit_val_batches=0)
-        fit(trainer, module, train_dataloaders=loader)
 
 
 @pytest.fixture
@@ -62,11 +36,7 @@ def searched() -> Searched:
         **options: Any,
     ) -> Report:
         torch.manual_seed(0)
-        found: list[Report] = []
-
         given = strategies or [Whole(backend=backend, **options)]
-        use = lambda bench: found.append(searched_in(bench))  # noqa: E731
-        with_module(Trained(net), loader(*rows), given, use, whole=["net"])
-        return found[0]
+        return bisect_module(Trained(net), loader(*rows), given, whole=["net"])
 
     return search

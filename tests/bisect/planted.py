@@ -102,12 +102,8 @@ def scaled(graph: GraphModule) -> Compiled:
 
 @register_backend
 def planted_together(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Goes wrong once a sine and a cosine have been compiled in one program, in one graph or in two."""
-    planted_seen.update(name for name in ("sin", "cos") if calls(graph, name))
-    return scaled(graph) if len(planted_seen) == 2 else graph.forward
-
-
-planted_seen: set[str] = set()
+    """Goes wrong where a sine and a cosine are in one graph."""
+    return scaled(graph) if calls(graph, "sin") and calls(graph, "cos") else graph.forward
 
 
 @register_backend
@@ -115,24 +111,3 @@ def planted_seven_rows(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
     """Goes wrong at batches of seven."""
     seven = any(isinstance(value, Tensor) and value.shape[:1] == (7,) for value in inputs)
     return scaled(graph) if seven else graph.forward
-
-
-@register_backend
-def planted_failing(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    raise ValueError("nothing compiles")
-
-
-@register_backend
-def planted_wrong_step(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """An update a hundredth too large."""
-
-    def wrong(*args: Any) -> Any:
-        before = [value.detach().clone() if isinstance(value, Tensor) else None for value in args]
-        results = graph.forward(*args)
-        with torch.no_grad():
-            for value, old in zip(args, before, strict=True):
-                if old is not None:
-                    value.add_(0.01 * (value - old))
-        return results
-
-    return wrong

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from scripts.bisect.__main__ import modular_overrides
-from scripts.bisect.search import OPTIMIZER
 from strategies import Modular, Whole
 from strategies.optimizer import Optimizer
 from trainer.config import compose
@@ -17,7 +16,7 @@ def test_the_rest_is_compiled_with_the_same_options(edge: None) -> None:
         given,
         [Whole(mode="max-autotune"), Optimizer()],
         {"net": {**ARGUMENTS, "options": {"max_autotune": True}}},
-        ["net.head", OPTIMIZER],
+        ["net.head"],
     )
     assert overrides == [
         "task=captioning",
@@ -29,11 +28,6 @@ def test_the_rest_is_compiled_with_the_same_options(edge: None) -> None:
     assert config.compile["modular"] == Modular(
         parts={"net.head": {"options": {"max_autotune": True}, "fullgraph": False}}
     )
-
-
-def test_an_optimizer_at_fault_is_left_out() -> None:
-    overrides = modular_overrides(["compile=[whole,optimizer]"], [Whole(), Optimizer()], {"net": ARGUMENTS}, ["net"])
-    assert overrides == ["compile=modular", '+compile.modular.parts={net:{how:"whole",fullgraph:false}}']
 
 
 def test_nothing_left_is_eager() -> None:

@@ -101,13 +101,12 @@ def test_a_batch_that_differs_is_found_at_the_function_that_takes_it(
     (one,) = looked(AnyType(), batches).unexpected
     assert guard in one.texts[0]
     assert at(one.where) == (str(Path(__file__).resolve()), AnyType.forward.__code__.co_firstlineno)
-    assert str(one.where).endswith(" forward")
 
 
 def test_keys_that_change_are_found(looked: Look) -> None:
     one_key, two_keys = {"a": like(2)[0]}, {"a": like(2)[0], "b": like(2)[0]}
     (one,) = looked(planted.ChangingKeys(), [one_key, two_keys]).unexpected
-    assert "len(x)" in one.texts[0]
+    assert "len(args[0])" in one.texts[0]
     assert at(one.where)[0] == FILE
 
 

@@ -59,8 +59,6 @@ def test_words_without_an_explanation_get_one(text: str, says: str) -> None:
         ("validating", 5, "self.training == True", True),
         ("validating", 5, "self.scale == 0.5", False),
         ("validating", 5, "self.training_steps == 3", False),
-        ("preflight", None, SHAPE, True),
-        ("preflight", None, "self.scale == 0.5", False),
         ("training", 1, SHAPE, True),
         ("training", 1, "tensor 'x' requires_grad mismatch. expected requires_grad=1", True),
         ("training", 1, "self.scale == 0.5", False),
@@ -73,6 +71,14 @@ def test_graphs_of_validation_warmed_shapes_and_copies_are_expected(
 ) -> None:
     (one,) = findings([recompiled(f"0/0: {text}\nUser stack: x.size()", phase, step)], "recompile")
     assert one.expected is expected
+
+
+def test_one_step_for_each_planned_shape_is_expected() -> None:
+    events = [recompiled(f"0/0: {SHAPE}", "training", step) for step in (1, 2, 3, 4)]
+    assert [(one.expected, one.count) for one in findings(events, "recompile", first_steps=3)] == [
+        (True, 3),
+        (False, 1),
+    ]
 
 
 def test_recompiles_of_one_line_are_one_with_each_guard() -> None:

@@ -74,7 +74,9 @@ def test_each_edge_is_a_static_graph_unless_the_module_strategy_says_otherwise(
     module = nn.ModuleList(Block() for _ in range(3))
     program = Program(module=module, blocks=("",), ragged=(Ragged("0", 1),))
     strategy = Regional(backend=backends.COUNTING, blocks=["0", "1", "2"], parts=[], **options)
+    program.checking.mode = "off"
     apply([Buckets(), strategy], program)
+    program.activate(True)
     for length in (16, 32, 48, 16, 32, 48):
         x_BSD = torch.randn(2, length, 8, requires_grad=True)
         for block in module:

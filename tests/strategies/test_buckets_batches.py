@@ -19,10 +19,18 @@ def lengths(examples: int = 1000, seed: int = 0) -> np.ndarray:
 
 
 def sampler(
-    rank: int = 0, replicas: int = 1, *, tokens: int | None = None, examples: int = 1000, drop_last: bool = True
+    rank: int = 0,
+    replicas: int = 1,
+    *,
+    tokens: int | None = None,
+    examples: int = 1000,
+    drop_last: bool = True,
+    warm: bool = False,
 ) -> BucketBatchSampler:
     sizes = batch_sizes(EDGES, rows=8, tokens_per_batch=tokens)
-    return BucketBatchSampler(lengths(examples), sizes, replicas=replicas, rank=rank, seed=5, drop_last=drop_last)
+    return BucketBatchSampler(
+        lengths(examples), sizes, replicas=replicas, rank=rank, seed=5, drop_last=drop_last, warm=warm
+    )
 
 
 def epoch(batches: BucketBatchSampler, number: int = 0) -> list[PlannedBatch]:
@@ -114,15 +122,36 @@ def test_buckets_take_turns_in_proportion_all_through_the_epoch() -> None:
     assert [batch.edge for batch in epoch(batches, 1)] != whole
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_training_may_begin_with_one_batch_of_each_shape(replicas: int, drop_last: bool) -> None:
+    options = {"tokens": 512, "examples": 1003, "drop_last": drop_last}
+    for rank in range(replicas):
+        plain, warm = (sampler(rank, replicas, warm=warm, **options) for warm in (False, True))  # type: ignore[arg-type]
+        usual, first = epoch(plain), epoch(warm)
+        began = first[: len(EDGES)]
+        assert [batch.edge for batch in began] == sorted(EDGES, reverse=True)
+        assert [len(batch) for batch in began] == [warm.batch_sizes[batch.edge] for batch in began]
+        assert first[len(EDGES) :] == [batch for batch in usual if batch not in began], "the others keep their order"
+        assert sorted(first) == sorted(usual)
+        assert epoch(warm, 1) == epoch(plain, 1), "only a training begins so, not every epoch"
+
+
+def test_a_smaller_last_batch_stays_the_last_one_where_a_training_begins_with_one_of_each_shape() -> None:
+    batches = BucketBatchSampler([4] * 3 + [16] * 8, {8: 4, 16: 4}, warm=True)
+    assert [(len(batch), batch.edge) for batch in epoch(batches)] == [(4, 16), (4, 16), (3, 8)]
+
+
+@pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_resumed_epoch_goes_on_where_it_was(replicas: int) -> None:
-    whole = [epoch(sampler(0, replicas), number) for number in (2, 3)]
+def test_a_resumed_epoch_goes_on_where_it_was(replicas: int, number: int) -> None:
+    whole = [epoch(sampler(0, replicas, warm=True), each) for each in (number, number + 1)]
     for taken in (0, 1, 7, len(whole[0])):
-        resumed = sampler(0, replicas)
-        resumed.resume(epoch=2, batches=taken)
+        resumed = sampler(0, replicas, warm=True)
+        resumed.resume(epoch=number, batches=taken)
         # Lightning may tell an epoch less at first, and asks for an iterator more than once.
-        assert epoch(resumed, 1) == epoch(resumed, 2) == whole[0][taken:]
-        assert epoch(resumed, 3) == whole[1]
+        assert epoch(resumed, max(0, number - 1)) == epoch(resumed, number) == whole[0][taken:]
+        assert epoch(resumed, number + 1) == whole[1]
         assert len(resumed) == len(whole[0])
 
 

@@ -52,7 +52,7 @@ def padding(batch: Any, **options: Any) -> Padding:
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
-def test_a_batch_of_any_make_is_padded_cut_and_resized_in_a_copy(batch: Any) -> None:
+def test_a_batch_of_any_make_is_padded_and_cut_in_a_copy(batch: Any) -> None:
     rule = padding(batch)
     assert length_of(batch, rule.ragged) == 4
     longer, shorter, same = (to_edge(batch, rule.ragged, edge) for edge in (6, 2, 4))
@@ -62,10 +62,7 @@ def test_a_batch_of_any_make_is_padded_cut_and_resized_in_a_copy(batch: Any) -> 
     assert read(shorter, "tokens").tolist() == [[1, 2, 3], [6, 7, 8]]
     assert read(shorter, "tokens").is_contiguous()
     assert torch.equal(read(same, "tokens"), TOKENS)
-    resized = rule.resized(batch, rows=3, edge=4)
-    assert read(resized, "tokens").tolist() == [*TOKENS.tolist(), TOKENS[0].tolist()]
-    assert read(rule.resized(batch, rows=1, edge=6), "tokens").tolist() == [[1, 2, 3, 4, 5, -1, -1]]
-    assert {read(made, "useful") for made in (longer, shorter, resized)} == {7}
+    assert {read(made, "useful") for made in (longer, shorter)} == {7}
     assert torch.equal(read(batch, "tokens"), TOKENS), "the batch itself stays as it was"
 
 
@@ -83,14 +80,6 @@ def test_all_declared_tensors_share_an_edge_and_keep_their_own_padding() -> None
     assert {name: tensor.dtype for name, tensor in padded.items()} == {name: t.dtype for name, t in batch.items()}
     assert padded["labels"][0].tolist() == [1, 1, 1, -100]
     assert padded["real"][0].tolist() == [True, True, True, False]
-
-
-def test_every_tensor_with_a_row_for_each_example_is_resized() -> None:
-    batch = {"tokens": TOKENS, "nested": [torch.zeros(2, 3), torch.zeros(4)], "scalar": torch.tensor(1.0)}
-    resized = padding(batch).resized(batch, rows=5, edge=4)
-    assert resized["tokens"].shape == (5, 5)
-    assert [list(tensor.shape) for tensor in resized["nested"]] == [[5, 3], [4]]
-    assert resized["scalar"].shape == ()
 
 
 def test_a_batch_is_padded_to_the_next_edge_and_beyond_the_last_one_to_the_multiple() -> None:
