@@ -1,0 +1,1 @@
+"""What this project promises, seen from outside: plain Lightning trainings with the callback, and without it."""

@@ -1,0 +1,1898 @@
+"""Trainings as people write them, all of which plain Lightning finishes: networks, steps, hooks, tools beside them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import io
+import logging
+import pickle
+import random
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import numpy
+import torch
+import torch.utils.flop_counter
+from lightning.pytorch import callbacks as lightning_callbacks
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.promises.training import ROWS, WIDTH, Block, Module, Net, vectors
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    make: Callable[[], Module]
+    options: dict[str, Any]
+    """Of ``train``; ``close``: how near losses have to be. Data and callbacks may be functions that make them."""
+    repeats: bool = True
+    """Whether there are repeated blocks, which ``Regional`` asks for."""
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(*, repeats: bool = True, **options: Any) -> Callable[[Any], Any]:
+    """A module's class as a training."""
+
+    def add(make: Any) -> Any:
+        assert make.__name__ not in CASES
+        CASES[make.__name__] = Case(make, options, repeats)
+        return make
+
+    return add
+
+
+def block(**options: Any) -> Callable[[Any], Any]:
+    """A block's class as a training of a network of two such blocks."""
+
+    def add(made: Any) -> Any:
+        assert made.__name__ not in CASES
+        CASES[made.__name__] = Case(lambda: Module(Net([made(), made()])), options)
+        return made
+
+    return add
+
+
+# ---- blocks: what is in them ----------------------------------------------------------------------------------------
+
+
+@block()
+class PlainBlock(Block):
+    pass
+
+
+@block()
+class LstmBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.recurrent(x[:, None])
+        return x + out[:, 0]
+
+
+@block()
+class GruBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True, num_layers=2, dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.recurrent(x[:, None])
+        return x + out[:, 0]
+
+
+@block()
+class CellBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for column in x.split(1, 1)[:4]:
+            state = self.cell(column, state)
+        assert state is not None
+        return x + state[0]
+
+
+@case(repeats=False)
+class RecurrentAlone(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.LSTM(WIDTH, WIDTH, batch_first=True))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.net(batch[:, None])[0].square().mean()
+
+
+@case(repeats=False)
+class PackedSequences(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.GRU(WIDTH, WIDTH, batch_first=True))
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[:, None].repeat(1, 5, 1)
+        lengths = torch.randint(1, 6, (len(x),)).sort(descending=True).values
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.net(packed)[0].data.square().mean()
+
+
+@block()
+class AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[None]
+        return (x + self.attention(x, x, x)[0])[0]
+
+
+@block()
+class DropoutBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), 0.2, self.training)
+
+
+@block()
+class BatchNormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+@block()
+class SpectralNormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.spectral_norm(self.linear)
+
+
+@block()
+class WeightNormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.linear)
+
+
+@block()
+class OldSpectralNormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.spectral_norm(self.linear)
+
+
+@block()
+class PrunedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        prune.random_unstructured(self.linear, "weight", 0.3)
+
+
+@block()
+class ItemBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (1.0 + x.detach().abs().max().item())
+
+
+@block()
+class BranchingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return super().forward(x)
+        return x + self.linear(x).sigmoid()
+
+
+@block()
+class PrintingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        print("in a block", x.shape, end="\r")
+        return super().forward(x)
+
+
+@block()
+class WarningBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("in a block", stacklevel=1)
+        logging.getLogger("tests.promises").debug("in a block")
+        return super().forward(x)
+
+
+@block()
+class NumpyBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(numpy.asarray(x.detach()).std())
+        return super().forward(x) * (1 + 0.1 * scale)
+
+
+@block()
+class TimingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.began = time.perf_counter()
+        out = super().forward(x)
+        self.seconds = time.perf_counter() - self.began
+        return out
+
+
+@block()
+class LayerDropBlock(Block):
+    """Leaves itself out by Python's random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.5 else super().forward(x)
+
+
+@block()
+class NumpyDropBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(numpy.random.choice([0.5, 1.0]))
+
+
+@block()
+class ShufflingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[torch.randperm(len(x))]) + 0.1 * torch.randn_like(x)
+
+
+@block()
+class CountingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+@block()
+class BufferBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.3)
+                self.count += 1
+        return super().forward(x - self.mean) / self.count.clamp(min=1)
+
+
+@block()
+class ReplacedBufferBlock(BufferBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return Block.forward(self, x - self.mean)
+
+
+@block()
+class GrowingBufferBlock(Block):
+    """A memory bank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(1, WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.bank = torch.cat([self.bank, x.detach().mean(0, keepdim=True)])
+        return super().forward(x) + self.bank.mean(0)
+
+
+@block()
+class KeepsItsOutputBlock(Block):
+    """For a loss of its own, as mixtures of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        self.outputs = [*getattr(self, "outputs", []), self.last.detach()][-3:]
+        return self.last
+
+
+@case()
+class AuxiliaryLosses(Module):
+    """Reads what the blocks kept, with its gradient."""
+
+    block = KeepsItsOutputBlock
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss + 0.1 * sum(one.last.square().mean() for one in self.net.blocks)
+
+
+@case()
+class AppendedLosses(Module):
+    """Blocks append losses to a list that the module holds."""
+
+    def __init__(self) -> None:
+        losses: list[Tensor] = []
+
+        class Appends(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                out = super().forward(x)
+                losses.append(out.square().mean())
+                return out
+
+        super().__init__(Net([Appends(), Appends()]))
+        self.found = losses
+
+    def loss(self, batch: Any) -> Tensor:
+        self.found.clear()
+        loss = super().loss(batch)
+        self.observed = [*getattr(self, "observed", []), len(self.found)]
+        return loss + 0.1 * torch.stack(self.found).sum()
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+@block()
+class FunctionBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Doubled.apply(super().forward(x), 0.7)
+
+
+SCALE = [1.0]
+
+
+class _ReadsAGlobal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * SCALE[0]
+
+
+@case(data=vectors(10))
+class BackwardReadsAGlobal(Module):
+    """A gradient reversal whose strength grows."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(_ReadsAGlobal.apply(x))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        SCALE[0] = 1.0 - 0.2 * batch_idx
+
+
+class Settings:
+    scale = 1.0
+
+
+@case(data=vectors(12))
+class ClassAttributeChanges(Module):
+    """Dynamo does not guard it."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * Settings.scale
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Settings.scale = 1.0 if batch_idx < 6 else 0.5
+
+
+@block()
+class ComplexBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.fft.ifft(torch.fft.fft(x) * 0.5).real
+
+
+@block()
+class TryingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x.view(3, 3))
+        except RuntimeError:
+            return super().forward(x)
+
+
+@block()
+class ContextBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            out = super().forward(x)
+        with torch.no_grad():
+            shift = super().forward(x).mean()
+        return out.float() + shift
+
+
+@block()
+class DisabledBlock(Block):
+    @torch._dynamo.disable
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@block()
+class ScriptedInsideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.inner = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@case()
+class ScriptedBlocks(Module):
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            super().__init__(Net([torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH))) for _ in range(2)]))
+
+
+@block()
+class OwnCallBlock(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 0.5
+
+
+@block()
+class PatchedForwardBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        own = self.forward
+        self.forward = lambda x: own(x) * 0.5  # type: ignore[method-assign]
+
+
+@block()
+class AskingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return x + self.linear(x).tanh()
+        return super().forward(x)
+
+
+@block()
+class ReadsItsGradientBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        gradient = self.linear.bias.grad
+        return super().forward(x) if gradient is None else super().forward(x) + 0.1 * gradient.detach()
+
+
+@block()
+class ClampsItsWeightsBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+@block()
+class ScalesItsWeightsBlock(Block):
+    """What runs twice shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data.mul_(0.98)
+        return super().forward(x)
+
+
+@block()
+class LocksAndFilesBlock(Block):
+    """Holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.file = threading.Lock(), io.StringIO()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.file.write("a")
+            return super().forward(x)
+
+
+@block()
+class SwitchesItsModeBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        return self.norm(super().forward(x))
+
+
+@block()
+class MakesAParameterBlock(Block):
+    """In its first forward, outside of the optimizer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.full((WIDTH,), 0.5))
+        return super().forward(x) * self.late
+
+
+@block()
+class HookInsideBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.register_forward_hook(lambda module, given, out: out * 0.9)
+        self.linear.register_forward_pre_hook(lambda module, given: (given[0] + 0.1,))
+
+
+@block()
+class BackwardHookInsideBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.register_full_backward_hook(lambda module, given, out: (given[0] * 0.5,))
+
+
+@block()
+class HookOnItselfBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, given, out: out * 0.9)
+        self.register_full_backward_hook(lambda module, given, out: None if given[0] is None else (given[0] * 0.5,))
+
+
+@block()
+class TensorHookBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * 0.5)
+        return out
+
+
+@block()
+class UnusedParameterBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.none = nn.Linear(WIDTH, WIDTH), None
+
+
+@case(repeats=False)
+class NoParameters(Module):
+    class block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+
+# ---- blocks: what they take and give --------------------------------------------------------------------------------
+
+
+class Passing(Module):
+    """How the network calls its blocks is the case's own; x is the batch behind the stem."""
+
+    def through(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.net.head(self.through(self.net.stem(batch))) - 1).square().mean()
+
+
+@case()
+class ReturnsADictionary(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return {"x": out, "norm": out.square().mean(), "largest": out.argmax(-1), "name": "block", "none": None}
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            out = one(x)
+            assert out["name"] == "block"
+            x = out["x"] + out["norm"] + 0.01 * out["largest"][:, None]
+        return x
+
+
+@dataclasses.dataclass
+class Output:
+    x: Tensor
+    number: int
+    more: list[Tensor]
+
+
+@case()
+class ReturnsADataClass(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return Output(out, 3, [out.mean(), x])
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            out = one(x)
+            x = out.x + out.more[0] + 0.1 * out.number
+        return x
+
+
+class Named(collections.namedtuple("Named", ["x", "aux"])):
+    pass
+
+
+@case()
+class ReturnsANamedTuple(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return Named(out, (out.mean(), [1, 2, "three"]))
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            out = one(x)
+            x = out.x + out.aux[0]
+        return x
+
+
+@case()
+class ReturnsNothing(Passing):
+    """Writes into what it was given."""
+
+    class block(Block):
+        def forward(self, x: Tensor, out: list[Tensor]) -> None:
+            out.append(super().forward(x))
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            out: list[Tensor] = []
+            assert one(x, out) is None
+            (x,) = out
+        return x
+
+
+@case()
+class ReturnsNumbers(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x.shape[0], 0.5, True, None
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x, rows, half, true, none = one(x)
+            assert (rows, true, none) == (len(x), True, None)
+            x = x * half
+        return x
+
+
+@case()
+class ReturnsItsInput(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return x, out, out, x[:, :4], self.linear.weight, out.detach()
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            same, out, again, view, weight, apart = one(x)
+            x = 0.2 * (same + out + again + view.mean() + weight.mean() + apart)
+        return x
+
+
+@case()
+class ReturnsAFunction(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return lambda other: out + other
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = one(x)(x)
+        return x
+
+
+@case()
+class ReturnsADistribution(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Any:
+            return torch.distributions.Normal(super().forward(x), 1.0)
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = one(x).rsample()
+        return x
+
+
+@case()
+class ReturnsAGenerator(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Iterator[Tensor]:
+            yield super().forward(x)
+            yield x
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = sum(one(x))  # type: ignore[assignment]
+        return x
+
+
+@case()
+class KeywordsOnly(Passing):
+    class block(Block):
+        def forward(self, *, x: Tensor, scale: float = 1.0, mask: Tensor | None = None, names: Any = ()) -> Tensor:
+            out = super().forward(x) * scale
+            return out if mask is None else out * mask
+
+    def through(self, x: Tensor) -> Tensor:
+        for number, one in enumerate(self.net.blocks):
+            mask = torch.ones(WIDTH) if number else None
+            x = one(x=x, scale=0.5 + number, mask=mask, names=["a", None, {"b": 1}])
+        return x
+
+
+@case()
+class AnyArguments(Passing):
+    class block(Block):
+        def forward(self, *given: Any, **named: Any) -> Tensor:
+            out = super().forward(given[0]) * named["factors"]["first"]
+            return named["function"](out) + given[1][0] + given[2](out).mean()
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = one(x, (x.mean(), "word"), self.net.stem, factors={"first": 0.5}, function=torch.tanh)
+        return x
+
+
+@case()
+class WritesIntoItsInput(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(torch.tanh(self.linear(x.clone())))
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = one(x * 1.0)
+        return x
+
+
+@case()
+class WritesIntoTheBatch(Passing):
+    """Without gradients: the batch is another one afterwards."""
+
+    class block(Block):
+        def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+            batch.mul_(0.5)
+            return super().forward(x) + batch.clone()
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net.stem(batch.clone())
+        for one in self.net.blocks:
+            x = one(x, batch)
+        self.observed = [*getattr(self, "observed", []), float(batch.abs().sum())]
+        return self.net.head(x).square().mean() + batch.square().mean()
+
+
+@case()
+class WritesIntoALeaf(Passing):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x.clamp_(-0.5, 0.5)
+            return super().forward(x)
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = one(x.detach().requires_grad_())
+        return x
+
+
+@case()
+class FillsACache(Passing):
+    """A dictionary that all blocks fill, as key-value caches are."""
+
+    class block(Block):
+        def forward(self, x: Tensor, cache: dict[Any, Any]) -> Tensor:
+            out = super().forward(x)
+            cache[len(cache)] = out
+            cache.setdefault("order", []).append(id(self))
+            return out
+
+    def through(self, x: Tensor) -> Tensor:
+        cache: dict[Any, Any] = {}
+        for one in self.net.blocks:
+            x = one(x, cache)
+        assert cache["order"] == [id(one) for one in self.net.blocks]
+        return x + sum(value for key, value in cache.items() if key != "order")
+
+
+@dataclasses.dataclass
+class State:
+    x: Tensor
+    calls: int = 0
+
+
+@case()
+class PassesAState(Passing):
+    """An object that each block changes."""
+
+    class block(Block):
+        def forward(self, state: State) -> State:
+            state.x = super().forward(state.x)
+            state.calls += 1
+            return state
+
+    def through(self, x: Tensor) -> Tensor:
+        state = State(x)
+        for one in self.net.blocks:
+            assert one(state) is state
+        assert state.calls == 2
+        return state.x
+
+
+@case()
+class CalledTwice(Passing):
+    def through(self, x: Tensor) -> Tensor:
+        for one in [*self.net.blocks, *self.net.blocks]:
+            x = one(x)
+        return x
+
+
+@case()
+class CalledRecursively(Passing):
+    class block(Block):
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            x = super().forward(x)
+            return self(x, depth - 1) if depth else x
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = one(x)
+        return x
+
+
+@case()
+class WithAndWithoutGradients(Passing):
+    """A target of its own."""
+
+    def through(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = x
+            for one in self.net.blocks:
+                target = one(target)
+        for one in self.net.blocks:
+            x = one(x)
+        return x - 0.5 * target
+
+
+@case()
+class InInferenceMode(Passing):
+    def through(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            shift = float(self.net.blocks[0](x).mean())
+        for one in self.net.blocks:
+            x = one(x)
+        return x + shift
+
+
+@case()
+class InEvalModeInTheStep(Passing):
+    block = BatchNormBlock
+
+    def through(self, x: Tensor) -> Tensor:
+        self.net.blocks.eval()
+        with torch.no_grad():
+            shift = self.net.blocks[0](x).mean()
+        self.net.blocks.train()
+        for one in self.net.blocks:
+            x = one(x)
+        return x + shift
+
+
+@case(data=vectors(12))
+class NotCalledAtFirst(Passing):
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks if self.global_step > 4 else []:
+            x = one(x)
+        return x
+
+
+@case(data=vectors(12))
+class NeverCalled(Passing):
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = x + torch.tanh(one.linear(x))
+        return x
+
+
+@case()
+class CalledByForward(Passing):
+    """Not by ``__call__``."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = one.forward(x)
+        return x
+
+
+@case()
+class CalledInAThread(Passing):
+    def through(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+
+        def run() -> None:
+            with torch.enable_grad():
+                out = x
+                for one in self.net.blocks:
+                    out = one(out)
+                found.append(out)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+@case()
+class CheckpointedBlocks(Passing):
+    block = BatchNormBlock
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = checkpoint(one, x, use_reentrant=False)
+        return x
+
+
+@case()
+class CheckpointedReentrantly(Passing):
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = checkpoint(one, x, use_reentrant=True)
+        return x
+
+
+@block()
+class CheckpointInsideBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(nn.Sequential(self.linear, nn.Dropout(0.2)), x, use_reentrant=False)
+
+
+@case()
+class OfTheDetached(Passing):
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x = one(x.detach())
+        return x
+
+
+@case()
+class OneOutputUnused(Passing):
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pooler = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.pooler(x)
+
+    def through(self, x: Tensor) -> Tensor:
+        for one in self.net.blocks:
+            x, _ = one(x)
+        return x
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5)
+
+
+@case()
+class DifferentTypes(Passing):
+    """Token numbers, masks and a size."""
+
+    class block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, tokens: Tensor, mask: Tensor, rows: int) -> Tensor:
+            assert rows == len(x)
+            return torch.where(mask, self.linear(x), self.table(tokens))
+
+    def through(self, x: Tensor) -> Tensor:
+        tokens = torch.arange(len(x)) % 20
+        for one in self.net.blocks:
+            x = one(x, tokens, tokens[:, None] % 2 == 0, len(x))
+        return x
+
+
+@case(data=[torch.randn(rows, WIDTH) for rows in (8, 5, 3, 8, 1, 7, 2, 0, 8)], close=1e-3)
+class ManyShapes(Module):
+    def loss(self, batch: Any) -> Tensor:
+        return (self.net(batch) - 1).square().sum() / 8
+
+
+@case(data=[[one, 0.5 + i, f"name {i}", None, {"deep": (one, 1)}] for i, one in enumerate(vectors(8))])
+class AnyBatch(Passing):
+    """Numbers, words, nothing."""
+
+    class block(Block):
+        def forward(self, x: Tensor, scale: Any, name: Any, none: Any, deep: Any) -> Tensor:
+            assert none is None
+            return super().forward(x) * (scale / 4) + len(name) + deep["deep"][0].mean()
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net.stem(batch[0])
+        for one in self.net.blocks:
+            x = one(x, *batch[1:])
+        return (self.net.head(x) - 1).square().mean() * 1e-2
+
+
+class Tagged(torch.Tensor):
+    """A tensor subclass, whose operations go through ``__torch_function__``."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, given: Any = (), named: Any = None) -> Any:
+        return super().__torch_function__(function, kinds, given, named or {})
+
+
+@case(data=lambda: [one.as_subclass(Tagged) for one in vectors(6)])
+class SubclassedBatch(Module):
+    pass
+
+
+@case()
+class SubclassedParameter(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for one in self.net.blocks:
+            one.linear.weight = nn.Parameter(one.linear.weight.detach().as_subclass(Tagged))
+
+
+@case(data=[torch.randn(ROWS, WIDTH).to_sparse() for _ in range(6)])
+class SparseBatch(Module):
+    def loss(self, batch: Any) -> Tensor:
+        return (self.net(batch.to_dense()) - 1).square().mean()
+
+
+@case()
+class SparseEmbedding(Module):
+    class block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, WIDTH, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.table(torch.arange(len(x)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+# ---- modules that change --------------------------------------------------------------------------------------------
+
+
+@case(data=vectors(10))
+class ReplacesABlock(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            torch.manual_seed(5)
+            self.net.blocks[0] = Block()
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[0].parameters())})
+
+
+@case(data=vectors(10))
+class AppendsABlock(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (3, 6):
+            torch.manual_seed(5)
+            self.net.blocks.append(Block())
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[-1].parameters())})
+
+
+@case(data=vectors(10))
+class TakesABlockAway(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.net.blocks = nn.ModuleList([self.net.blocks[1], self.net.blocks[0], self.net.blocks[1]])
+        if batch_idx == 7:
+            del self.net.blocks[0]
+
+
+@case(data=vectors(10))
+class ReplacesALayerOfABlock(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            torch.manual_seed(5)
+            self.net.blocks[0].linear = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[0].linear.parameters())})
+
+
+@case(data=vectors(10))
+class PatchesAForwardLater(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            one = self.net.blocks[0]
+            one.forward = types.MethodType(lambda self, x: x - torch.tanh(self.linear(x)), one)
+
+
+@case(data=vectors(10))
+class AddsHooksLater(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.net.blocks[0].register_forward_hook(lambda module, given, out: out * 0.5)
+        if batch_idx == 5:
+            self.net.blocks[1].linear.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))
+        if batch_idx == 7:
+            self.net.blocks[1].register_full_backward_hook(lambda module, given, out: (given[0] * 0.5,))
+
+
+@case(data=vectors(10))
+class HooksOfAllModules(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 3 != 2:
+            return self.loss(batch)
+        found: list[str] = []
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: found.append(type(module).__name__))
+        try:
+            return self.loss(batch)
+        finally:
+            handle.remove()
+            self.observed = [*getattr(self, "observed", []), len(found)]
+
+
+@case(data=vectors(8))
+class ExtractsFeatures(Module):
+    """Hooks on layers inside of blocks, for one step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found: list[Tensor] = []
+        handles = [
+            one.linear.register_forward_hook(lambda module, given, out: found.append(out))
+            for one in self.net.blocks
+            if batch_idx % 2
+        ]
+        loss = self.loss(batch) + 0.1 * sum((one.square().mean() for one in found), torch.zeros(()))
+        self.observed = [*getattr(self, "observed", []), len(found)]
+        for handle in handles:
+            handle.remove()
+        return loss
+
+
+@case(data=vectors(8))
+class CountsItsParametersHooks(Module):
+    """Hooks of parameters run once a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observed: list[Any] = []
+        for one in self.net.blocks:
+            one.linear.weight.register_hook(self.seen)
+            one.linear.bias.register_post_accumulate_grad_hook(lambda _: self.counted.update(["accumulated"]))
+        self.counted = collections.Counter[str]()
+
+    def seen(self, gradient: Tensor) -> Tensor:
+        self.counted.update(["hook"])
+        return gradient * 0.5
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.observed.append(dict(self.counted))
+
+
+@case()
+class TiedBlocks(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks[1].linear.weight = self.net.blocks[0].linear.weight
+        self.net.stem.weight = self.net.blocks[0].linear.weight
+
+
+@case()
+class OneBlockTwice(Module):
+    def __init__(self) -> None:
+        one = Block()
+        super().__init__(Net([one, Block(), one]))
+
+
+@case(data=vectors(10))
+class FreezesAndUnfreezes(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.blocks[0].requires_grad_(batch_idx % 4 < 2)
+        self.net.blocks[1].linear.bias.requires_grad_(batch_idx > 5)
+
+
+@case()
+class FrozenBlocks(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks.requires_grad_(False)
+
+
+@case()
+class FrozenToTheHead(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.requires_grad_(False)
+        self.net.head.requires_grad_(True)
+
+
+@block()
+class LazyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+@case(repeats=False)
+class LazyNetwork(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(1)))
+
+
+@case()
+class BuiltInConfigureModel(Module):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = Net([Block(), Block()])
+
+
+@case(data=vectors(8))
+class ChangesItsWeightsData(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 1:
+            self.net.blocks[0].linear.weight.data = self.net.blocks[0].linear.weight.data.clone() * 0.9
+
+
+@case(data=vectors(8))
+class ReplacesAParameter(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            linear = self.net.blocks[0].linear
+            linear.weight = nn.Parameter(linear.weight.detach() * 0.5)
+            group = self.trainer.optimizers[0].param_groups[0]
+            group["params"] = list(self.parameters())
+
+
+@case(data=vectors(8))
+class LoadsAState(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.kept = copy.deepcopy(self.net.state_dict())
+        if batch_idx in (3, 5):
+            self.net.load_state_dict(self.kept, assign=batch_idx == 5)
+            self.trainer.optimizers[0].param_groups[0]["params"] = list(self.parameters())
+
+
+@case(data=vectors(8))
+class GoesToDouble(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.net.double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch.to(self.net.head.weight.dtype))
+
+
+@case(data=vectors(8))
+class SwitchesABlockToEval(Module):
+    block = BatchNormBlock
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.blocks[0].train(batch_idx < 3)
+
+
+# ---- copies, saves, exports, tools ----------------------------------------------------------------------------------
+
+TOOLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "deepcopy": lambda net, x: copy.deepcopy(net)(x),
+    "pickle": lambda net, x: pickle.loads(pickle.dumps(net))(x),
+    "save": lambda net, x: torch.load(saved(net), weights_only=False)(x),
+    "state dict": lambda net, x: Net([Block(), Block()]).load_state_dict(net.state_dict()),
+    "jit.trace": lambda net, x: torch.jit.trace(net, x)(x),
+    "jit.script": lambda net, x: torch.jit.script(net.blocks[0])(x),  # type: ignore[operator, index]
+    "export": lambda net, x: torch.export.export(net, (x,)).module()(x),
+    "fx": lambda net, x: torch.fx.symbolic_trace(net)(x),
+    "make_fx": lambda net, x: torch.fx.experimental.proxy_tensor.make_fx(net)(x)(x),
+    "vmap": lambda net, x: torch.func.vmap(
+        lambda one: torch.func.functional_call(net, dict(net.named_parameters()), one)
+    )(x),
+    "jacrev": lambda net, x: torch.func.jacrev(net)(x[:1]),
+    "jvp": lambda net, x: torch.func.jvp(net, (x,), (x,)),
+    "grad": lambda net, x: torch.func.grad(lambda one: net(one).sum())(x),
+    "hvp": lambda net, x: torch.autograd.functional.hvp(lambda one: net(one).square().sum(), x, x),
+    "flops": lambda net, x: under(torch.utils.flop_counter.FlopCounterMode(display=False), net, x),
+    "dispatch mode": lambda net, x: under(Dispatching(), net, x),
+    "function mode": lambda net, x: under(FunctionMode(), net, x),
+    "fake tensors": lambda net, x: fake(net, x),
+    "meta": lambda net, x: copy.deepcopy(net).to("meta")(x.to("meta")),
+    "profiler": lambda net, x: under(torch.autograd.profiler.profile(), net, x),
+    "force_eager": lambda net, x: under(torch.compiler.set_stance("force_eager"), net, x),
+    "own compile": lambda net, x: torch.compile(net, backend="aot_eager")(x),
+    "own compile of a copy": lambda net, x: torch.compile(copy.deepcopy(net), backend="aot_eager")(x),
+    "compiler reset": lambda net, x: torch.compiler.reset(),
+    "dynamo explain": lambda net, x: torch._dynamo.explain(net)(x).graph_count,
+    "inference mode": lambda net, x: under(torch.inference_mode(), net, x),
+    "no_grad": lambda net, x: under(torch.no_grad(), net, x),
+    "backward": lambda net, x: torch.autograd.grad(net(x).sum(), list(net.parameters())),
+    "onnx-like hooks": lambda net, x: hooked(net, x),
+    "anomalies": lambda net, x: under(torch.autograd.detect_anomaly(), net, x),
+    "saved tensors": lambda net, x: under(torch.autograd.graph.save_on_cpu(), net, x),
+}
+"""What is done with a network while a training goes on; each gets the network and a batch."""
+
+
+def saved(net: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return file
+
+
+def under(context: Any, net: nn.Module, x: Tensor) -> Tensor:
+    with context:
+        return net(x)
+
+
+def fake(net: nn.Module, x: Tensor) -> Any:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        return net(x).shape
+
+
+def hooked(net: Any, x: Tensor) -> int:
+    """As a summary does."""
+    shapes: list[Any] = []
+    handles = [one.register_forward_hook(lambda module, given, out: shapes.append(out.shape)) for one in net.modules()]
+    net(x)
+    for handle in handles:
+        handle.remove()
+    return len(shapes)
+
+
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, kinds: Any, given: Any = (), named: Any = None) -> Any:
+        return function(*given, **(named or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function: Any, kinds: Any, given: Any = (), named: Any = None) -> Any:
+        return function(*given, **(named or {}))
+
+
+class WithATool(Module):
+    """Uses a tool in the middle of a training: in a hook between batches, within a step, or between epochs."""
+
+    def __init__(self, tool: str, place: str) -> None:
+        super().__init__()
+        self.tool, self.place, self.uses = TOOLS[tool], place, 0
+
+    def use(self) -> None:
+        self.uses += 1
+        drawn = torch.random.get_rng_state()
+        self.net.eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.tool(self.net, vectors(1, seed=7)[0])
+        self.net.train()
+        torch.random.set_rng_state(drawn)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.place == "first step" and self.global_step == 0:
+            self.use()
+        if self.place == "step" and batch_idx in (3, 4):
+            self.use()
+        return self.loss(batch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.place == "batch start" and batch_idx in (0, 3):
+            self.use()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.place == "batch end" and batch_idx in (0, 3):
+            self.use()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.place == "before zero_grad" and self.global_step in (0, 3):
+            self.use()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.place == "validation":
+            self.use()
+        super().validation_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        if self.place == "epoch end":
+            self.use()
+
+
+TOOL_PLACES = ("first step", "step", "batch start", "batch end", "before zero_grad", "validation", "epoch end")
+
+
+class Average(L.Callback):
+    """A moving average by ``deepcopy``, which is called too."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.copy = copy.deepcopy(pl_module.net)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for mine, its in zip(self.copy.parameters(), pl_module.net.parameters(), strict=True):
+                mine.lerp_(its, 0.1)
+            pl_module.observed = [*getattr(pl_module, "observed", []), round(float(self.copy(batch).mean()), 4)]
+        if batch_idx == 3:
+            self.copy = copy.deepcopy(self.copy)
+
+
+@case(data=vectors(8), callbacks=lambda: [Average()])
+class AveragesByCopies(Module):
+    pass
+
+
+@case(data=vectors(8))
+class TeacherOfItself(Module):
+    """A copy made within the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 3 == 0:
+            self.teacher = [copy.deepcopy(self.net).requires_grad_(False)]
+        return (self.net(batch) - 0.5 * self.teacher[0](batch) - 1).square().mean()
+
+
+@case(data=vectors(8))
+class CopiesItselfWhole(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer, self.trainer = self.trainer, None  # type: ignore[assignment]
+            copied = copy.deepcopy(self)
+            self.trainer = trainer
+            assert float(copied.loss(batch)) == float(self.loss(batch))
+
+
+class WithRate(Module):
+    lr = 0.05
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+for tried, given in {
+    "StochasticWeightAveraging": lambda: [
+        lightning_callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    ],
+    "EmaWeightAveraging": lambda: [lightning_callbacks.EMAWeightAveraging()],
+    "GradientAccumulationScheduler": lambda: [lightning_callbacks.GradientAccumulationScheduler({0: 2, 1: 1})],
+    "EarlyStopping": lambda: [lightning_callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)],
+    "ModelPruning": lambda: [lightning_callbacks.ModelPruning("l1_unstructured", amount=0.2)],
+    "Timer": lambda: [lightning_callbacks.Timer()],
+    "ModelSummary": lambda: [lightning_callbacks.ModelSummary(max_depth=-1)],
+    "LearningRateFinder": lambda: [lightning_callbacks.LearningRateFinder(num_training_steps=6, update_attr=True)],
+}.items():
+    CASES[tried] = Case(
+        WithRate, {"callbacks": given, "max_epochs": 3, "validation": vectors(2, seed=2), "enable_checkpointing": True}
+    )
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def penalty(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The squared norm of the gradient by the inputs, to be differentiated again."""
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return gradient.square().sum(-1).mean()
+
+
+@case()
+class GradientPenalty(Module):
+    def loss(self, batch: Any) -> Tensor:
+        with torch.enable_grad():
+            return super().loss(batch) + 0.1 * penalty(self.net, batch)
+
+
+@case(data=vectors(12))
+class GradientPenaltyLater(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + (0.1 * penalty(self.net, batch) if batch_idx >= 5 else 0.0)
+
+
+@case(data=vectors(12))
+class GradientPenaltyNowAndThen(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + (0.1 * penalty(self.net, batch) if batch_idx % 3 == 2 else 0.0)
+
+
+@case()
+class Forces(Module):
+    """The loss is of a gradient alone, as in molecular dynamics."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.enable_grad():
+            x = batch.detach().requires_grad_()
+            energy = self.net(x).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return (force - 0.1).square().mean() + 1e-3 * energy
+
+
+@case(data=vectors(8))
+class SecondOrderByHand(Module):
+    """One step of an inner training, through which the outer one goes (MAML)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights = dict(self.net.named_parameters())
+        inner = torch.func.functional_call(self.net, weights, (batch,)).square().mean()
+        gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        moved = {name: one - 0.1 * g for (name, one), g in zip(weights.items(), gradients, strict=True)}
+        return (torch.func.functional_call(self.net, moved, (batch,)) - 1).square().mean()
+
+
+@case()
+class PerSampleGradients(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights = {name: one.detach() for name, one in self.net.named_parameters()}
+
+        def one(weights: Any, x: Tensor) -> Tensor:
+            return torch.func.functional_call(self.net, weights, (x[None],)).square().sum()
+
+        norms = torch.func.vmap(torch.func.grad(one), (None, 0))(weights, batch)
+        scale = sum(float(value.square().mean()) for value in norms.values())
+        return self.loss(batch) * (1 + 0.01 * scale)
+
+
+@case()
+class ForwardMode(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            _, tangent = torch.func.jvp(self.net, (batch,), (torch.ones_like(batch),))
+        return self.loss(batch) * (1 + 0.01 * float(tangent.mean()))
+
+
+@case()
+class KeepsTheGraph(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        gradients = torch.autograd.grad(loss, list(self.net.blocks.parameters()), retain_graph=True)
+        return loss * (1 + 0.01 * float(sum(one.square().sum() for one in gradients)))
+
+
+@case(data=vectors(10))
+class KeepsTheGraphLater(KeepsTheGraph):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx % 4 == 3 else self.loss(batch)
+
+
+class ByHand(Module):
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+    def step_with(self, loss: Tensor, **options: Any) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss, **options)
+        optimizer.step()
+        self.observed = [*getattr(self, "observed", []), round(float(loss.detach()), 4)]
+
+
+@case()
+class BackwardTwice(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        self.step_with(loss)
+        return {"loss": loss.detach()}
+
+
+@case()
+class CreatesAGraphByHand(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.step_with(loss, create_graph=True)
+        for one in self.parameters():
+            one.grad = None
+        return {"loss": loss.detach()}
+
+
+@case()
+class SharpnessAware(ByHand):
+    """Two forwards and backwards in each step, weights moved in between."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        moved = [(one, 0.05 * one.grad.sign()) for one in self.parameters() if one.grad is not None]
+        with torch.no_grad():
+            for one, by in moved:
+                one.add_(by)
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for one, by in moved:
+                one.sub_(by)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss.detach()}
+
+
+@case()
+class ScalesByHand(ByHand):
+    """A gradient scaler of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.scaler = getattr(self, "scaler", None) or torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self.observed = [*getattr(self, "observed", []), self.scaler.get_scale()]
+        return {"loss": loss.detach()}
+
+
+@case(data=vectors(9))
+class AccumulatesByHand(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss / 3)
+        if batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"loss": loss.detach()}
+
+
+@case()
+class OwnBackward(ByHand):
+    """Not Lightning's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+@case()
+class ClosureOfLbfgs(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@case()
+class ClosureByHand(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+        return {"loss": self.loss(batch).detach()}
+
+
+@case(data=vectors(8))
+class LeavesBatchesOut(Module):
+    """Returns nothing for some of them, the first one included."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in (0, 3) else self.loss(batch)
+
+
+@case(data=vectors(8), max_epochs=2)
+class EndsAnEpochEarly(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 5 else None
+
+
+class Refused(ValueError):
+    pass
+
+
+@case(data=vectors(8))
+class CatchesAnError(Module):
+    """A block raises in some steps, the first one included, and the step catches it."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if bool(x.isnan().any()):
+                raise Refused("not a number")
+            return super().forward(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx in (0, 4):
+            batch = batch * float("nan")
+        try:
+            return self.loss(batch)
+        except Refused:
+            self.observed = [*getattr(self, "observed", []), batch_idx]
+            return None
+
+
+@case(data=vectors(8))
+class CatchesAWrongShape(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx in (0, 4):
+            try:
+                self.net.blocks[0](torch.ones(3, WIDTH + 1))
+            except Exception:
+                self.observed = [*getattr(self, "observed", []), batch_idx]
+        return self.loss(batch)
+
+
+@case(data=vectors(8))
+class CatchesRunningOutOfMemory(Module):
+    class block(Block):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise torch.OutOfMemoryError("out of memory, says the test")
+            return super().forward(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.blocks[1].fails = batch_idx in (1, 5)
+        try:
+            return self.loss(batch)
+        except torch.OutOfMemoryError:
+            self.net.blocks[1].fails = False
+            return self.loss(batch[: ROWS // 2])
+
+
+@case(data=vectors(8))
+class LossIsNoNumber(Module):
+    """Eager goes on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch * float("nan") if batch_idx == 5 else batch)
+
+
+@case(data=vectors(6))
+class LossIsInfinite(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e20)
+
+
+@case(data=vectors(6))
+class LossOfNothing(Module):
+    """A constant: the gradient of everything is zero."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * 0.0
+
+
+@case(data=vectors(6))
+class UnderAMode(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 2:
+            return self.loss(batch)
+        with Dispatching():
+            return self.loss(batch)
+
+
+@case(data=vectors(6))
+class UnderAFunctionMode(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 2:
+            return self.loss(batch)
+        with FunctionMode():
+            return self.loss(batch)
+
+
+@case(data=vectors(6))
+class UnderADevice(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.device("cpu"):
+            return self.loss(batch)
+
+
+@case(data=vectors(6))
+class UnderFlopCounting(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            loss = self.loss(batch)
+        self.observed = [*getattr(self, "observed", []), counter.get_total_flops()]
+        return loss
+
+
+@case(data=vectors(6), detect_anomaly=True)
+class UnderAnomalyDetection(Module):
+    pass
+
+
+@case(data=vectors(6), deterministic=True)
+class Deterministic(Module):
+    pass
+
+
+@case(data=vectors(6))
+class SavedTensorsHooks(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x * 1.0, lambda x: x):
+            return self.loss(batch)
+
+
+@case(data=vectors(6))
+class UnderAutocast(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=batch_idx % 2 == 0):
+            return self.loss(batch)
+
+
+CASES["UnderAutocast"].options["close"] = 2e-2
+
+for precision, tolerance in (("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("64-true", 1e-6), ("16-true", 5e-2)):
+    CASES[f"Precision {precision}"] = Case(
+        lambda: Module(Net([nn.Sequential(BatchNormBlock(), DropoutBlock()) for _ in range(2)])),
+        {"precision": precision, "close": tolerance, "data": None},
+    )
+
+
+@case(data=vectors(8), gradient_clip_val=0.1, accumulate_grad_batches=2)
+class ClipsAndAccumulates(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 20), "interval": "step"}
+        ]
+
+
+@case(data=vectors(6), validation=[torch.randn(rows, WIDTH) for rows in (3, 5, 8)], val_check_interval=2)
+class ValidatesOtherShapes(Module):
+    pass
+
+
+@case(data=vectors(6), validation=vectors(2, seed=3), num_sanity_val_steps=2)
+class ValidatesBeforehand(Module):
+    block = BatchNormBlock
+
+
+@case(data=vectors(6), validation=vectors(2, seed=3), val_check_interval=3)
+class ValidatesWithGradients(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad(), torch.inference_mode(False):
+            x = batch.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.net(x).sum(), x)
+        self.log("val_loss", gradient.square().mean())
+
+
+CASES["ValidatesWithGradients"].options["inference_mode"] = False
+
+
+@case(data=vectors(6), validation=vectors(2, seed=3), val_check_interval=3)
+class GeneratesInValidation(Module):
+    """Token by token, ever longer."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[:1]
+        for _ in range(6):
+            x = torch.cat([x, self.net.blocks[0](x)[-1:]])
+        self.log("val_loss", x.square().mean())

@@ -1,0 +1,407 @@
+"""No training ends that plain Lightning finishes, and each one's losses, weights and buffers are plain Lightning's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from crucible import Checkpointing, Compile, Optimizer, Regional, Strategy, Whole
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.fx import GraphModule
+
+from tests.promises.cases import CASES, TOOL_PLACES, TOOLS, ByHand, WithATool
+from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
+
+FAST = ("step", "epoch end")
+"""Places of tools in quick tests."""
+STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
+    "regional": lambda: [Regional(backend="aot_eager")],
+    "whole": lambda: [Whole(backend="aot_eager")],
+}
+
+
+def trained(make: Any, strategies: list[Strategy] | None, **options: Any) -> Outcome:
+    """``train`` with the options of a case, whose callbacks are made anew and whose batches are copied."""
+    given = {name: option() if callable(option) else option for name, option in options.items() if name != "then"}
+    if isinstance(options.get("data"), list):
+        given["data"] = copy.deepcopy(options["data"])
+    return train(make, strategies, then=options.get("then"), **given)
+
+
+def as_eager(make: Any, under: list[Strategy], *, close: float = 1e-4, **options: Any) -> Outcome:
+    """Train both; the second, which is held against the first."""
+    eager, seen = trained(make, None, **options), trained(make, under, **options)
+    assert_as_eager(eager, seen, close)
+    observed = getattr(eager.module, "observed", None)
+    assert getattr(seen.module, "observed", None) == observed
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("strategy", ["regional", pytest.param("whole", marks=pytest.mark.slow)])
+def test_a_training(name: str, strategy: str) -> None:
+    case = CASES[name]
+    if strategy == "regional" and not case.repeats:
+        pytest.skip("there are no repeated blocks")
+    as_eager(case.make, STRATEGIES[strategy](), **case.options)
+
+
+@pytest.mark.parametrize(
+    "place", [place if place in FAST else pytest.param(place, marks=pytest.mark.slow) for place in TOOL_PLACES]
+)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_beside_a_training(tool: str, place: str) -> None:
+    if tool == "jit.script" and place not in ("batch end", "epoch end"):
+        pytest.skip("it looks at the attributes of modules, and within a step there is one more")
+    options: dict[str, Any] = {"max_epochs": 2, "validation": vectors(1, seed=4)}
+    if trained(lambda: WithATool(tool, place), None, **options).ended is not None:
+        pytest.skip("plain Lightning does not finish this one")
+    assert as_eager(lambda: WithATool(tool, place), STRATEGIES["regional"](), **options).module.uses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["first step", "step", "epoch end"])
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_beside_a_training_under_whole(tool: str, place: str) -> None:
+    options: dict[str, Any] = {"max_epochs": 2, "validation": vectors(1, seed=4)}
+    if tool == "jit.script" and place != "epoch end":
+        pytest.skip("it looks at the attributes of modules, and within a step there is one more")
+    if trained(lambda: WithATool(tool, place), None, **options).ended is not None:
+        pytest.skip("plain Lightning does not finish this one")
+    as_eager(lambda: WithATool(tool, place), STRATEGIES["whole"](), **options)
+
+
+# ---- compilers that fail --------------------------------------------------------------------------------------------
+
+
+def refusing(graph: GraphModule, inputs: Any) -> Any:
+    raise RuntimeError("this compiler takes no forward\nand says so in two lines")
+
+
+def refusing_backward() -> Any:
+    return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=refusing)
+
+
+class RefusesFrom:
+    """Takes so many graphs, then no more."""
+
+    def __init__(self, graphs: int) -> None:
+        self.left = graphs
+
+    def __call__(self, graph: GraphModule, inputs: Any) -> Any:
+        self.left -= 1
+        return refusing(graph, inputs) if self.left < 0 else graph.forward
+
+
+class BreaksFrom:
+    """Compiled code that raises from a call on."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, graph: GraphModule, inputs: Any) -> Any:
+        def call(*given: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("this compiled code fails")
+            return graph.forward(*given)
+
+        return call
+
+
+COMPILERS: dict[str, Callable[[], Any]] = {
+    "forward": lambda: refusing,
+    "backward": refusing_backward,
+    "second graph": lambda: RefusesFrom(1),
+    "third graph": lambda: RefusesFrom(2),
+}
+
+
+@pytest.mark.parametrize("strategy", [Regional, Whole])
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_what_does_not_compile_runs_eager_and_is_named(compiler: str, strategy: Any) -> None:
+    made = COMPILERS[compiler]()
+    torch._dynamo.register_backend(made, name=(name := f"refusing_{id(made)}_{len(torch._dynamo.list_backends(()))}"))
+    options = {"data": [torch.randn(rows, WIDTH) for rows in (8, 8, 8, 5, 5, 5, 8)], "validation": vectors(1)}
+    seen = as_eager(Module, [strategy(backend=name)], **options)
+    assert seen.record is not None
+    assert seen.record.eager_parts
+    assert any("takes no" in reason for reason in seen.record.eager_parts.values()), seen.record.eager_parts
+    assert any("eager" in line for line in seen.warned)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5, 9])
+def test_compiled_code_that_raises(calls: int) -> None:
+    made = BreaksFrom(calls)
+    torch._dynamo.register_backend(made, name=(name := f"breaking_{calls}_{id(made)}"))
+    as_eager(Module, [Regional(backend=name)], data=vectors(10))
+
+
+@pytest.mark.parametrize("stops", ["forward", "backward"])
+def test_an_option_ends_a_run_that_does_not_compile(stops: str) -> None:
+    made = COMPILERS[stops]()
+    torch._dynamo.register_backend(made, name=(name := f"ending_{id(made)}_{stops}"))
+    seen = train(Module, [Regional(backend=name)], compile_options={"on_compile_error": "fail"})
+    assert seen.ended is not None
+    assert "takes no forward" in str(seen.ended)
+
+
+class Counts(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_limit_of_graphs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
+    seen = as_eager(lambda: Module(Net([Counts(), Counts()])), STRATEGIES[strategy](), data=vectors(12))
+    assert [one.calls for one in seen.module.net.blocks] == [12, 12]
+
+
+# ---- around a training ----------------------------------------------------------------------------------------------
+
+
+def test_predict_and_test_after_a_fit() -> None:
+    class Tests(Module):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", self.loss(batch))
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch)
+
+    def then(trainer: L.Trainer, module: Any) -> None:
+        trainer.validate(module, loader(vectors(2, seed=5)), verbose=False)
+        trainer.test(module, loader(vectors(2, rows=3, seed=5)), verbose=False)
+        (found,) = trainer.predict(module, loader(vectors(1, rows=5, seed=6)))  # type: ignore[misc]
+        module.observed = [round(float(one), 4) for one in found[:, 0]]
+        module.observed += [round(float(one), 4) for one in module.net(vectors(1, seed=8)[0])[:, 0]]
+
+    for strategy in STRATEGIES.values():
+        as_eager(Tests, strategy(), then=then)
+
+
+def test_a_second_fit() -> None:
+    def then(trainer: L.Trainer, module: Any) -> None:
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, loader(vectors(6, rows=4, seed=5)))
+
+    for strategy in STRATEGIES.values():
+        as_eager(Module, strategy(), then=then)
+
+
+def test_evaluation_alone() -> None:
+    for stage in ("validate", "test", "predict"):
+        module = Module()
+        module.test_step = module.validation_step  # type: ignore[method-assign]
+        module.predict_step = lambda batch, batch_idx, module=module: module.net(batch)  # type: ignore[method-assign]
+        trainer = L.Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
+            callbacks=[Compile([Regional(backend="aot_eager")], save=False, verbose=False)],
+        )  # fmt: skip
+        getattr(trainer, stage)(module, loader(vectors(2)))
+
+
+class FailsAt(Module):
+    """Raises an error of its own in a step."""
+
+    step = 3
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.step:
+            raise KeyError("the user's own")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_an_error_of_the_users_own_is_theirs(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FailsAt, "step", step)
+    for strategies in (None, STRATEGIES["regional"]()):
+        seen = train(FailsAt, strategies)
+        assert (type(seen.ended), seen.steps) == (KeyError, step)
+        module = seen.module
+        before = copy.deepcopy(module.net)(vectors(1)[0])  # and the module is plain again
+        assert torch.equal(module.net(vectors(1)[0]), before)
+        assert all(one._compiled_call_impl is None for one in module.modules())
+
+
+def test_a_fit_goes_on_after_an_error_that_the_user_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def then(trainer: L.Trainer, module: Any) -> None:
+        monkeypatch.setattr(FailsAt, "step", -1)
+        trainer.fit(module, loader(vectors(6)))
+
+    def run(strategies: list[Strategy] | None) -> Outcome:
+        monkeypatch.setattr(FailsAt, "step", 3)
+
+        class Catches(L.Trainer):
+            def fit(self, *given: Any, **named: Any) -> None:
+                with contextlib.suppress(KeyError):
+                    super().fit(*given, **named)
+
+        monkeypatch.setattr(L, "Trainer", Catches)
+        return train(FailsAt, strategies, then=then)
+
+    eager = run(None)
+    for strategy in STRATEGIES.values():
+        monkeypatch.undo()
+        assert_as_eager(eager, run(strategy()))
+
+
+def test_outside_of_steps_the_module_is_plain() -> None:
+    """In every hook between batches, and after the training."""
+    found: list[bool] = []
+
+    class Looks(Module):
+        def look(self) -> None:
+            found.append(all(one._compiled_call_impl is None for one in self.modules()))
+
+        def on_fit_start(self) -> None:
+            self.look()
+
+        def on_train_start(self) -> None:
+            self.look()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.look()
+
+        def on_train_epoch_end(self) -> None:
+            self.look()
+
+        def on_validation_epoch_end(self) -> None:
+            self.look()
+
+        def on_fit_end(self) -> None:
+            self.look()
+
+    seen = train(Looks, STRATEGIES["regional"](), validation=vectors(1), max_epochs=2)
+    assert seen.ended is None
+    assert seen.record is not None
+    assert seen.record.regions_compiled, "something was compiled"
+    assert found == [True] * len(found)
+    assert len(found) > 12
+
+
+def test_a_network_saved_whole_while_it_trains_is_loaded() -> None:
+    class Saves(Module):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.saved = io.BytesIO()
+            torch.save(self.net, self.saved)
+
+    for strategies in ([Checkpointing()], [Checkpointing(), Regional(backend="aot_eager")], STRATEGIES["whole"]()):
+        seen = train(Saves, strategies)
+        assert seen.ended is None, seen.end
+        seen.module.saved.seek(0)
+        loaded = torch.load(seen.module.saved, weights_only=False)
+        assert torch.equal(loaded(vectors(1)[0]), seen.module.net(vectors(1)[0]))
+
+
+def test_checkpoints_load_everywhere() -> None:
+    """Lightning's own checkpoints, of a training under strategies and of a plain one."""
+    for strategies in ([Regional(backend="aot_eager"), Optimizer(backend="aot_eager")], STRATEGIES["whole"]()):
+        eager, seen = train(Module, None), train(Module, strategies)
+        for one, other in ((eager, seen), (seen, eager)):
+            other.module.load_state_dict(one.module.state_dict())
+            states = [run.trainer.optimizers[0].state_dict() for run in (one, other)]
+            assert states[0]["param_groups"] == states[1]["param_groups"]
+            other.trainer.optimizers[0].load_state_dict(states[0])
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps, copy.copy])
+@pytest.mark.parametrize("strategies", [list, STRATEGIES["regional"], lambda: [Optimizer()]])
+def test_the_callback_can_be_copied(strategies: Any, how: Any) -> None:
+    how(Compile(strategies()))
+
+
+def test_the_callback_can_be_copied_after_a_training() -> None:
+    compiling = Compile(STRATEGIES["regional"](), save=False, verbose=False)
+    train(Module, None, callbacks=[compiling])
+    copy.deepcopy(compiling)
+    train(Module, None, callbacks=[copy.deepcopy(compiling)])
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+class Widening(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).relu()
+
+
+@pytest.mark.parametrize("inputs", [8, WIDTH])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_blocks_whose_first_is_of_another_width_are_not_compiled_for_every_batch(inputs: int, dynamic: Any) -> None:
+    class Graphs(Module):
+        def __init__(self) -> None:
+            super().__init__(nn.ModuleList([Widening(inputs), Widening(WIDTH), Widening(WIDTH)]))
+
+        def loss(self, batch: Any) -> Tensor:
+            for one in self.net:
+                batch = one(batch)
+            return batch.square().mean()
+
+    batches = [torch.randn(20 + 3 * number, inputs) for number in range(20)]
+    seen = as_eager(Graphs, [Regional(backend="aot_eager", dynamic=dynamic)], data=batches)
+    assert seen.record is not None
+    assert seen.record.graphs is not None
+    assert seen.record.graphs <= 6, seen.record.graphs
+    assert not seen.record.eager_parts
+
+
+def test_plain_blocks_are_compiled_and_few_times() -> None:
+    seen = as_eager(lambda: Module(Net([Block() for _ in range(4)])), STRATEGIES["regional"](), data=vectors(12))
+    record = seen.record
+    assert record is not None
+    assert record.regions_compiled == record.regions
+    assert not record.eager_parts
+    assert record.graphs is not None
+    assert record.graphs <= 3, "one of a kind, and what lies beside the blocks"
+    assert record.report["parity"]["verdict"] == "passed"
+
+
+def test_a_generator_that_steps_seldom_is_compiled() -> None:
+    class Game(ByHand):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = Net([Block(), Block()])
+            self.net.head = nn.Linear(WIDTH, WIDTH)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            generator, critic = self.optimizers()  # type: ignore[misc]
+            self.toggle_optimizer(critic)
+            loss = self.critic(batch).square().mean() - self.critic(self.net(batch).detach()).mean()
+            critic.zero_grad()
+            self.manual_backward(loss)
+            critic.step()
+            self.untoggle_optimizer(critic)
+            if batch_idx % 4 == 3:
+                self.toggle_optimizer(generator)
+                generator.zero_grad()
+                self.manual_backward(self.critic(self.net(batch)).square().mean())
+                generator.step()
+                self.untoggle_optimizer(generator)
+            return {"loss": loss.detach()}
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(one.parameters(), lr=0.01) for one in (self.net, self.critic)]
+
+    for strategy in STRATEGIES.values():
+        seen = as_eager(Game, strategy(), data=vectors(12), close=1e-3)
+        assert seen.record is not None
+        assert seen.record.regions_compiled == seen.record.regions
