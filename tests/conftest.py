@@ -72,7 +72,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """The same of what a test has imported: each preflight of the next ones collects twice."""
+    """The same of what a test has imported: trainings of the next ones collect."""
     if len(sys.modules) > FROZEN_MODULES[0] + 100:
         pytest_collection_finish()
 

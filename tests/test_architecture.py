@@ -1,4 +1,4 @@
-"""Rules that no tool checks: how big the house may get, who knows compiler internals, how plug-ins are declared."""
+"""Rules that no tool checks: who knows compiler internals, how plug-ins are declared."""
 
 from __future__ import annotations
 
@@ -19,16 +19,6 @@ from tasks import SCHEMAS, TASKS
 from tasks.base import Task
 from tests.conftest import ROOT, SLOW_FILES
 from trainer.settings import Config, TrainerConfig
-
-# The size of the house, tests left out. Whoever raises one of these says in the commit what it buys.
-# The aim is 150 files, 26,000 lines and 55 imports.
-MAX_FILES = 137
-MAX_LINES = 30_887
-MAX_LINES_OF_A_FILE = 450
-MAX_MODULES_OF_TRAINER = 15
-"""At the top of ``trainer/``, without ``__init__.py``."""
-MAX_IMPORTS_OF_COMPILE = 55
-"""Project files that the one import of a library user pulls in."""
 
 PACKAGES = ("trainer", "strategies", "tasks", "scripts")
 TEXTS = {file: file.read_text() for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))}
@@ -66,24 +56,6 @@ def test_the_files_of_every_package_were_found() -> None:
     assert {name.split(".")[0] for name in found} == set(PACKAGES)
 
 
-def test_the_house_stays_small() -> None:
-    lines = sum(len(text.splitlines()) for text in TEXTS.values())
-    print(f"{len(TEXTS)} files, {lines:,} lines outside tests")
-    assert len(TEXTS) <= MAX_FILES
-    assert lines <= MAX_LINES
-
-
-def test_no_file_is_longer_than_a_room() -> None:
-    lengths = {name_of(file): len(text.splitlines()) for file, text in TEXTS.items()}
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES_OF_A_FILE} == {}
-
-
-def test_the_top_of_trainer_stays_readable() -> None:
-    top = sorted(file.stem for file in TEXTS if file.parent == ROOT / "trainer" and file.stem != "__init__")
-    print(f"{len(top)} modules at the top of trainer/")
-    assert len(top) <= MAX_MODULES_OF_TRAINER, top
-
-
 IMPORTS = """
 import sys
 from trainer.callback import Compile
@@ -102,10 +74,10 @@ def test_the_one_import_of_a_library_user_stays_light_and_a_run_that_compiles_no
 ) -> None:
     first, *_, last = python(IMPORTS, str(tmp_path))
     assert last == "eager False"
-    pulled_in = sorted({name_of(file) for file in TEXTS} & set(first.split()))
-    print(f"Compile pulls in {len(pulled_in)} project files")
+    pulled_in = set(first.split())
     assert "trainer.callback" in pulled_in
-    assert len(pulled_in) <= MAX_IMPORTS_OF_COMPILE, pulled_in
+    others = ("trainer.auto", "trainer.cli", "trainer.peers", "trainer.run", "trainer.sweep", "tasks", "scripts")
+    assert sorted(name for name in pulled_in if name.startswith((*others, "hydra", "torch._inductor.compile_fx"))) == []
 
 
 def test_every_module_imports() -> None:

@@ -15,7 +15,7 @@ import torch
 GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
 SCRIPTS = sorted(path for path in GALLERY.glob("*.py") if path.stem != "measure")
 BFLOAT16 = 0.02
-"""Relative; the parity gate of the run itself is stricter."""
+"""Relative; the checks of the run itself are stricter."""
 
 
 def run(script: Path, *arguments: str) -> dict[str, Any]:

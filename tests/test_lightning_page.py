@@ -40,11 +40,6 @@ def in_terminal(folder: Path, script: str) -> tuple[int, str]:
     return process.wait(200), text
 
 
-def test_the_script_is_fifteen_lines() -> None:
-    lines = [line for line in BLOCKS["fit.py"].splitlines() if line.strip()]
-    assert len(lines) <= 15
-
-
 BARS = """
 import runpy
 

@@ -128,7 +128,6 @@ def static(*, rounds: int = 3, noise: float = 0.01) -> list[RunRecord]:
                 )
                 one.start, one.round, one.seed = start, turn, 0
                 one.first_step_seconds = 0.3 * warmup
-                one.preflight_seconds = 0.6 * warmup if one.graphs else None
                 one.peak_device_memory_gib = gib
                 one.joules_per_sample = 700 * step / 32
                 one.cache = start if one.graphs else None

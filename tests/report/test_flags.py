@@ -56,11 +56,11 @@ def test_a_sound_run_has_none() -> None:
         ({"status": "interrupted", "steps": 1200, "reason": "SIGINT"}, "interrupted after 1,200 steps: SIGINT (1)"),
         (
             {"report": {"parity": {"verdict": "not compared", "reason": "it draws"}}},
-            "comparison with eager before the first step: not compared: it draws",
+            "comparison with eager: not compared: it draws",
         ),
         (
             {"report": {"parity": {"verdict": "skipped", "reason": "manual optimization"}}},
-            "comparison with eager before the first step: skipped: manual optimization",
+            "comparison with eager: skipped: manual optimization",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -47,8 +47,7 @@ def record(*batches: dict[str, Any], names: tuple[str, ...] = ("regional",), **f
 def test_a_faster_run_says_both_speeds_the_wait_and_after_how_many_steps_it_pays() -> None:
     one = record(FASTER)
     assert verdict_lines(one) == [
-        "verdict: faster than eager (regional 80 ms, eager 100 ms a step on the same batch: 1.25x, 1.24 to 1.26 in "
-        "3 pairs)",
+        "verdict: faster than eager (regional 80 ms, eager 100 ms a step, by turns: 1.25x, 1.24 to 1.26 in 3 pairs)",
         "wait: 30.0 s for compiling and warm-up, pays after 1,500 steps; this run of 600 was too short",
         "next: python -m trainer task=toy 'compile=[cached,regional]'  # the next start takes its graphs from a store",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from strategies import Program
 from tasks import Declaration
 from tasks.captioning.task import CaptionerSize, Captioning
 from tests.strategies import backends
@@ -62,6 +64,25 @@ def batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=generator)
     return images, torch.randint(3, 259, (2, 12), generator=generator)
+
+
+def in_force(program: Program, parity: str = "off") -> Program:
+    """``program`` as within a step: its regions are compiled at their first call, unless ``parity`` has it checked."""
+    program.checking.mode = parity
+    program.activate(True)
+    return program
+
+
+@contextlib.contextmanager
+def one_step(program: Program) -> Iterator[None]:
+    """Inside, a step is under way; afterwards what its checks found is in force, as between two steps of a training."""
+    program.activate(True)
+    try:
+        yield
+    finally:
+        program.activate(False)
+        for kind in program.kinds.values():
+            kind.settle()
 
 
 def loss_and_gradients(module: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +14,23 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from strategies import Checkpointing, Program, Regional, Whole
-from strategies.base import apply, begin, end
-from strategies.cuda_graph.capture import Observation, StepGraphs
-from strategies.cuda_graph.state import HostState
+from strategies.base import apply
 from tasks import Declaration
 from tests.strategies import backends
-from tests.strategies.conftest import Batch, loss_and_gradients
+from tests.strategies.conftest import Batch, in_force, loss_and_gradients
 from tests.strategies.modules import Block, Stack
-from tests.trainer.recording import RecordingEngine
+from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.recording import Recorded
+from trainer.callback import Compile
 
 
 def program_of(module: nn.Module, declared: Declaration) -> Program:
     return Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
+
+
+def recompute(program: Program, **options: Any) -> None:
+    Checkpointing(**options).apply(program)
+    in_force(program)
 
 
 def gradients_of(module: nn.Module) -> list[Tensor]:
@@ -62,7 +68,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 def test_each_block_runs_forward_twice_and_draws_the_same_random_numbers() -> None:
     expected = gradients(stack())
     module = stack()
-    Checkpointing().apply(Program(module=module))
+    recompute(Program(module=module))
     assert all(torch.equal(one, other) for one, other in zip(gradients(module), expected, strict=True))
     assert [block.calls for block in module.layers] == [2, 2, 2, 2]
 
@@ -70,7 +76,7 @@ def test_each_block_runs_forward_twice_and_draws_the_same_random_numbers() -> No
 def test_every_second_block_may_keep_its_activations() -> None:
     module = stack()
     program = Program(module=module)
-    Checkpointing(every=2).apply(program)
+    recompute(program, every=2)
     gradients(module)
     assert [block.calls for block in module.layers] == [2, 1, 2, 1]
     assert program.report["checkpointing"] == {
@@ -83,11 +89,10 @@ def test_a_block_under_two_paths_is_computed_again_once() -> None:
     module = stack()
     module.again = nn.ModuleList(module.layers)
     program = Program(module=module)
-    strategy = Checkpointing(blocks=["layers", "again"])
-    strategy.apply(program)
+    recompute(program, blocks=["layers", "again"])
     gradients(module)
     assert [block.calls for block in module.layers] == [2, 2, 2, 2]
-    strategy.end(program)
+    program.activate(False)
     assert not any("forward" in vars(block) for block in module.layers)
 
 
@@ -111,8 +116,7 @@ def test_what_a_forward_counts_is_counted_once() -> None:
     torch.manual_seed(0)
     eager = Stack(nn.ModuleList(Counting() for _ in range(2)))
     module = copy.deepcopy(eager)
-    strategy = Checkpointing()
-    strategy.apply(program := Program(module=module))
+    recompute(program := Program(module=module))
     x_BD = torch.randn(5, 8)
     for kept in (False, True, False):
         for one in (eager, module):
@@ -122,7 +126,7 @@ def test_what_a_forward_counts_is_counted_once() -> None:
                 loss.backward(retain_graph=True)
             loss.backward()
         torch.testing.assert_close(gradients_of(module), gradients_of(eager))
-    strategy.end(program)
+    program.activate(False)
     assert [layer.batches for layer in module.layers] == [3, 3]
     torch.testing.assert_close(module.state_dict(), eager.state_dict())
 
@@ -145,7 +149,7 @@ class Shows(Block):
 
 def test_what_a_block_keeps_of_a_step_keeps_no_step_before() -> None:
     module = nn.Sequential(Shows(), Shows())
-    Checkpointing(blocks=["0", "1"]).apply(Program(module=module))
+    recompute(Program(module=module), blocks=["0", "1"])
     with torch.inference_mode():  # as a validation that comes first; autograd may read its table
         module(torch.ones(3, 8))
     inputs = []
@@ -171,39 +175,37 @@ def test_activations_are_not_kept_for_the_backward() -> None:
 
     module = stack()
     before = saved(module)
-    Checkpointing().apply(Program(module=module))
+    recompute(Program(module=module))
     assert saved(module) < before / 2
 
 
 def test_without_gradients_nothing_is_done_twice() -> None:
     module = stack()
-    Checkpointing().apply(Program(module=module))
+    recompute(Program(module=module))
     with torch.no_grad():
         module(torch.ones(3, 8))
     assert [block.calls for block in module.layers] == [1, 1, 1, 1]
 
 
-def test_the_end_gives_every_block_its_own_forward_back_and_another_training_takes_it_again() -> None:
+def test_outside_of_a_step_every_block_has_its_own_forward() -> None:
     module = stack()
     program = Program(module=module)
-    keys, strategies = list(module.state_dict()), [Checkpointing()]
-    apply(strategies, program)
+    keys = list(module.state_dict())
+    recompute(program)
     assert list(module.state_dict()) == keys
     assert [type(block) for block in module.layers] == [Dropping] * 4
-    end(strategies, program)
+    program.activate(False)
     assert not [block for block in module.layers if "forward" in vars(block)]
-    begin(strategies, program)
     gradients(module)
-    assert [block.calls for block in module.layers] == [2, 2, 2, 2]
-    end(strategies, program)
-    module.layers[1].forward = lambda x_BD: x_BD
-    with pytest.raises(ValueError, match=r"^compile\.checkpointing: layers\.1: the forward of this Dropping has been"):
-        begin(strategies, program)
+    assert [block.calls for block in module.layers] == [1, 1, 1, 1]
+    program.activate(True)
+    gradients(module)
+    assert [block.calls for block in module.layers] == [3, 3, 3, 3]
 
 
 def test_a_copy_of_the_module_computes_with_its_own_weights() -> None:
     module = stack().eval()
-    Checkpointing().apply(Program(module=module))
+    recompute(Program(module=module))
     twin = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -216,7 +218,8 @@ def test_a_compiler_sees_which_part_is_computed_again(
     kind: Any, module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
 ) -> None:
     loss, expected = loss_and_gradients(module, batch)
-    apply([kind(backend=backends.COUNTING), Checkpointing()], program_of(module, declared))
+    apply([kind(backend=backends.COUNTING), Checkpointing()], program := program_of(module, declared))
+    in_force(program)
     compiled_loss, compiled_gradients = loss_and_gradients(module, batch)
     # As many graphs as without: one for each kind of block and each part, or one.
     assert len(graphs) == (4 if kind is Regional else 1)
@@ -226,34 +229,15 @@ def test_a_compiler_sees_which_part_is_computed_again(
     torch.testing.assert_close(compiled_gradients, expected)
 
 
-def test_a_captured_step_computes_again_too() -> None:
-    def losses(*, captured: bool) -> list[float]:
-        torch.manual_seed(0)
-        module = Stack(nn.ModuleList(Block() for _ in range(3)))
-        graphs = StepGraphs(RecordingEngine(module))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        if captured:
-            Checkpointing().apply(Program(module=module))
-
-        def step(x_BD: Tensor) -> Tensor:
-            optimizer.zero_grad(set_to_none=False)
-            loss = module(x_BD).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        found = []
-        for seed in range(5):
-            x_BD = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-            if captured:
-                named: Any = {"name": "step", "before_replay": lambda: None}
-                found.append(graphs.run("step", x_BD, step, observe=lambda: Observation(HostState(), []), **named))
-            else:
-                found.append(step(x_BD))
-        assert graphs.replays == (3 if captured else 0)
-        return [float(loss) for loss in found]
-
-    assert losses(captured=True) == pytest.approx(losses(captured=False), rel=1e-5)
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_captured_step_computes_again_too(captured: bool, tmp_path: Path) -> None:
+    expected = fit(Blocks(), tmp_path, [], max_steps=12)
+    strategies: list[Any] = [Checkpointing(), *([Recorded()] if captured else [])]
+    compile_ = Compile(strategies)
+    assert fit(Blocks(), tmp_path, [compile_], max_steps=12) == pytest.approx(expected, rel=1e-5)
+    assert compile_.record.report["checkpointing"]["computed_again"] == 3
+    if captured:
+        assert compile_.record.report["recorded"]["replayed_steps"] > 0
 
 
 def test_what_cannot_be_used_is_said_in_one_line() -> None:

@@ -13,6 +13,7 @@ from strategies import Dynamic, Program, Ragged, Regional, Strategy, Whole
 from strategies.base import apply
 from strategies.padding import edge_of
 from tests.strategies import backends
+from tests.strategies.conftest import in_force
 
 WIDTH, IMAGE_TOKENS = 32, 16
 LENGTHS = [
@@ -79,6 +80,7 @@ def losses(strategies: list[Strategy], *, multiple: int, rows: int = 2) -> list[
         ragged=(Ragged("tokens", 1, 0, 1),),
     )  # fmt: skip
     apply(strategies, program)
+    in_force(program)
     result = []
     for length in LENGTHS:
         width = edge_of(length, (), multiple) + 1

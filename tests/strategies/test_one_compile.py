@@ -152,7 +152,6 @@ def test_one_process_alone_is_left_as_it_is() -> None:
     before = backends.aot_module_simplified
     with compiler_settings({}):
         assert backends.aot_module_simplified is before
-        assert not torch._functorch.config.force_non_lazy_backward_lowering
 
 
 def inside_or_dead(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch._inductor.cpu_vec_isa
@@ -89,53 +87,6 @@ def test_an_error_in_the_background_is_left_to_the_first_compile(
     Preparation().wait()
     assert raised == []
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_what_is_made_uncounted_is_old_at_once_and_nothing_frozen_thaws(frozen: bool) -> None:
-    gc.unfreeze()
-    try:
-        if frozen:
-            gc.freeze()
-        before = gc.get_freeze_count()
-        with prepare.uncounted(frozen=frozen):
-            assert not gc.isenabled()
-            made = [[] for _ in range(5_000)]  # type: ignore[var-annotated]
-        assert gc.isenabled()
-        old = {id(one) for one in gc.get_objects(generation=2)}
-        assert frozen or old.issuperset(map(id, made))
-        # What is frozen can end meanwhile, as caches drop it; what thaws is all of it at once.
-        assert before - 1_000 < gc.get_freeze_count() <= before
-    finally:
-        gc.freeze()  # as tests/conftest.py left it
-
-
-def test_an_import_beside_a_training_counts_what_is_frozen_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Mock(wraps=gc.get_freeze_count)
-    monkeypatch.setattr(gc, "get_freeze_count", asked)
-    monkeypatch.setattr(prepare, "_warm_up", lambda: None)
-    names = ["wave", "colorsys", "this_is_no_module"]
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    prepare.import_beside(names).join()
-    assert asked.call_count == 1
-    assert {"wave", "colorsys"} <= sys.modules.keys()
-
-
-def test_an_import_beside_a_training_gives_way_before_each_module(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "outer_of_three.py").write_text("import inner_of_three, last_of_three")
-    for name in ("inner_of_three", "last_of_three"):
-        (tmp_path / f"{name}.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(prepare, "_warm_up", lambda: None)
-    slept: list[float] = []
-    monkeypatch.setattr(prepare.time, "sleep", slept.append)
-    before = sys.getswitchinterval(), list(sys.meta_path)
-    prepare.import_beside(["outer_of_three"]).join()
-    assert len(slept) == 3, "and before those that a module imports"
-    assert (sys.getswitchinterval(), sys.meta_path) == before
 
 
 @pytest.mark.slow

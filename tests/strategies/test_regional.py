@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from strategies import Program, Regional
-from strategies.base import Ragged
-from strategies.padding import Padding
-from strategies.regions import fixed_sizes
 from tasks import Declaration
 from tests.strategies import backends
-from tests.strategies.conftest import Batch, loss_and_gradients
+from tests.strategies.conftest import Batch, in_force, loss_and_gradients
 from tests.strategies.modules import Block, Holder, Stack
 
 
@@ -44,6 +43,7 @@ def test_blocks_and_parts_named_by_the_user_replace_the_declared_ones(
         *(f"net.decoder.blocks.{index}" for index in range(3)),
         "net.encoder.norm",
     ]
+    in_force(program)
     loss_and_gradients(module, batch)
     assert len(graphs) == 2
 
@@ -65,6 +65,7 @@ def test_blocks_of_an_undeclared_module_are_found_and_the_user_is_told(graphs: l
     assert [region.path for region in program.regions] == ["layers.0", "layers.1", "layers.2"]
     assert "regional: found repeated blocks in layers" in program.notes
     assert any("no part beside the blocks" in note for note in program.notes)
+    in_force(program)
     torch.testing.assert_close(module(example), eager)
     assert len(graphs) == 1
 
@@ -90,11 +91,11 @@ def test_blocks_of_several_sizes_have_static_shapes_unless_asked_otherwise(
     paths = tuple(f"net.stages.{index}" for index in range(3))
     program = Program(module=module, blocks=paths)
     Regional(backend=backends.COUNTING, dynamic=dynamic).apply(program)
+    in_force(program)
     module.net(torch.randn(4, 8, requires_grad=True)).sum().backward()
     sizes = [size for graph in graphs for size in _input_sizes(graph)]
     assert all(isinstance(size, int) for size in sizes) is (dynamic is None)
-    if dynamic is None:
-        assert len(graphs) == 3
+    assert len(graphs) == 3, "blocks of one width share their code, those of another have their own"
 
 
 def _input_sizes(graph: GraphModule) -> list[object]:
@@ -102,19 +103,33 @@ def _input_sizes(graph: GraphModule) -> list[object]:
     return [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
 
 
-@pytest.mark.parametrize(
-    ("changes", "fixed"),
-    [
-        ({}, True),
-        ({"padding": Padding(name="any", ragged=(), dynamic=True)}, False),
-        ({"ragged": (Ragged("tokens", 1),)}, False),
-    ],
-    ids=["left open", "symbolic", "ragged"],
-)
-def test_lengths_that_change_are_not_taken_for_sizes(changes: dict[str, object], fixed: bool) -> None:
-    program = Program(module=Holder(Stages()), blocks=("net.stages.0", "net.stages.1"), **changes)  # type: ignore[arg-type]
-    assert fixed_sizes(program, ["net.stages.0.0", "net.stages.1.0"], None) is fixed
-    assert not fixed_sizes(program, ["net.stages.0.0", "net.stages.0.1"], None), "of one size"
+class Widening(nn.Module):
+    """Its first block has another width than the rest, as in a graph network: features -> hidden -> hidden."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(*pair), nn.Sequential(nn.ReLU())) for pair in pairs)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x_BD = layer(x_BD)
+        return x_BD
+
+
+@pytest.mark.parametrize(("widths", "count"), [((8, 32, 32, 32), 4), ((32, 32, 32, 32), 2)], ids=["two", "one"])
+def test_only_a_size_that_changes_from_batch_to_batch_turns_symbolic(
+    widths: tuple[int, ...], count: int, graphs: list[GraphModule]
+) -> None:
+    module = Widening(*widths)
+    program = Program(module=module, blocks=("layers",))
+    Regional(backend=backends.COUNTING).apply(program)
+    in_force(program)
+    for number in range(6):
+        module(torch.randn(100 + 3 * number, widths[0], requires_grad=True)).square().mean().backward()
+    assert len(graphs) == count, "for each width one of fixed sizes, and one for any number of rows"
+    symbolic = [size for graph in graphs for size in _input_sizes(graph) if not isinstance(size, int)]
+    assert len({str(size) for size in symbolic}) <= 1, "the widths are not symbolic"
 
 
 def test_a_wrong_path_names_near_ones_and_the_blocks_there_are(module: nn.Module, declared: Declaration) -> None:
@@ -134,6 +149,7 @@ def test_declared_parts_are_compiled_where_nothing_repeats_and_the_user_is_told(
     Regional(backend=backends.COUNTING).apply(program)
     assert [region.path for region in program.regions] == ["net.stem", "net.head"]
     assert "regional: no repeated blocks here; compiled net.stem, net.head alone" in program.notes
+    in_force(program)
     module(torch.randn(2, 8))
     assert len(graphs) == 2
 

@@ -1,8 +1,8 @@
 """A CUDA graph for the CPU: records the tensor operations of a call and replays them on the same tensors.
 
-No Python of the call runs at a replay, and numbers are those of the recording. What a capture on a GPU refuses is an
-error while recording: reading a value back to the host, results whose shape depends on values, copies of Python's
-numbers to the device, and compiling.
+No Python of the call runs at a replay, and numbers are those of the recording. What was executed while recording is
+taken back, since a capture on a GPU executes nothing. What that refuses is an error while recording: reading a value
+back to the host, results whose shape depends on values, copies of Python's numbers to the device, and compiling.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Recorder(TorchDispatchMode):
         """Take back what was written: a capture on a device executes nothing, so that one that fails leaves nothing."""
         with torch.no_grad():
             for tensor, before in reversed(self.written):
-                if tensor.untyped_storage().size():  # else freed by FSDP2
-                    tensor.copy_(before)
+                if local(tensor).untyped_storage().size():  # else freed by FSDP2
+                    tensor.data.copy_(before)
+        self.written.clear()
 
     def replay(self) -> None:
         with torch.no_grad():
@@ -95,8 +96,25 @@ def local(tensor: Tensor) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+class Watcher(TorchDispatchMode):
+    """Notes what ``Recorder`` refuses."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _reads_values(operation, args) or (operation is aten.lift_fresh.default and _copies(args[0])):
+            self._found.append(REFUSED)
+        return operation(*args, **(kwargs or {}))
+
+
 class RecordingEngine:
-    """Records by executing; the replay that follows a capture at once is therefore left out."""
+    """Records by executing, and takes back what was executed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -107,9 +125,24 @@ class RecordingEngine:
         with as_capturing():
             return call()
 
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[list[str]]:
+        found: list[str] = []
+        with Watcher(found):
+            yield found
+
+    def random_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
     def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         before = torch.get_rng_state()
-        state = {name: value.clone() for name, value in self._module.state_dict().items()}
+        # Running statistics, too: a batch norm's schema does not say that it writes them.
+        state = [
+            (local(one), local(one).detach().clone()) for one in (*self._module.parameters(), *self._module.buffers())
+        ]
         recorder = Recorder()
         try:
             with (
@@ -119,22 +152,12 @@ class RecordingEngine:
                 recorder.sizes(),
                 recorder,
             ):
-                results = call()
-        except BaseException:
+                return recorder.replay, call()
+        finally:
             torch.set_rng_state(before)
             recorder.undo()
-            self._module.load_state_dict(state)  # running statistics, of which a batch norm's schema says nothing
-            raise
-        recorder.written.clear()
-        executed = [True]
-
-        def replay() -> None:
-            if executed:
-                executed.clear()
-                return
-            recorder.replay()
-
-        return replay, results
+            for tensor, value in state:
+                tensor.data.copy_(value)
 
 
 @contextlib.contextmanager

@@ -97,15 +97,15 @@ NOT_FOR: dict[str, dict[str, str]] = {
 
 STEPS = 4
 MODULE_STRATEGIES = sorted(
-    name for name, strategy in STRATEGIES.items() if strategy.stage is Stage.MODULE and name != "auto"
+    name
+    for name, strategy in STRATEGIES.items()
+    if strategy.stage is Stage.MODULE and name != "auto" and not strategy.removed
 )
 """Strategies that hand modules to the compiler."""
 
 
 def refusal(task: str, arm: str) -> str | None:
     """What the error says where ``arm`` cannot be applied to ``task``; None where it can."""
-    if arm == "background":
-        return "nothing to compile; add regional or whole"
     return next((NOT_FOR[task][name] for name in arm.strip("[]").split(",") if name in NOT_FOR.get(task, {})), None)
 
 

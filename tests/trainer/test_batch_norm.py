@@ -16,7 +16,7 @@ def trained(folder: Path, strategy: str) -> RunRecord:
     return train(folder / strategy, *changes, task="image_classification", strategy=strategy, backend="aot_eager")
 
 
-def test_preflight_and_comparison_leave_running_statistics_as_eagers(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_checks_leave_running_statistics_as_eagers(tmp_path: Path, subtests: pytest.Subtests) -> None:
     trained(tmp_path, "eager")
     eager = last_checkpoint(tmp_path / "eager")["state_dict"]
     statistics = [name for name in eager if "running_" in name or "num_batches" in name]

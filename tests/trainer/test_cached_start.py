@@ -66,6 +66,5 @@ def test_a_second_process_starts_warm_with_the_same_losses_to_the_last_bit(tmp_p
     assert "bytes_saved" not in warm["report"], "nothing new, nothing stored"
     assert any("warm start: all" in note for note in warm["notes"])
     assert warm["losses"] == cold["losses"]
-    # What the cold start compared with eager is what the warm one runs.
-    assert "compared" not in cold["parity"]
-    assert warm["parity"] == {**cold["parity"], "compared": warm["parity"]["compared"]}
+    # Artifacts are executable code of an earlier run: regions are checked anew.
+    assert (cold["parity"]["verdict"], warm["parity"]["verdict"]) == ("passed", "passed")

@@ -77,12 +77,18 @@ def test_the_rows_of_a_compiled_run_say_what_it_cost() -> None:
     assert "ran eager instead" not in summary(record)
 
 
-def test_parity_of_what_draws_numbers_of_its_own_is_that_of_mean_losses() -> None:
-    loss = {"eager": 4.7823, "difference": 8e-4, "tolerance": 1e-5}
-    record = RunRecord(task="captioning", report={"parity": {"verdict": "passed", "loss": loss}}, **COMPILED)
-    assert summary(record)["parity with eager"] == "passed (loss 8.0e-04 apart, tolerance 1.0e-05)"
-    record.report["parity"]["draws"] = {"steps": 4, "loss": {"eager": 4.7823, "compiled": 4.7501, "tolerance": 0.049}}
-    assert summary(record)["parity with eager"] == "passed (means of several draws)"
+def test_parity_is_the_first_checks_with_what_came_nearest_to_its_tolerance() -> None:
+    worst = {
+        "output": {"what": "0", "difference": 8e-8, "tolerance": 1e-5},
+        "gradient": {"what": "weight", "difference": 4e-6, "tolerance": 1e-5},
+    }
+    facts = {"verdict": "passed", "checks": 7, "how": ["exact"], "worst": worst}
+    record = RunRecord(task="captioning", report={"parity": facts}, **COMPILED)
+    assert summary(record)["parity with eager"] == "passed (7 checks; gradient 4.0e-06 apart, tolerance 1.0e-05)"
+    facts["how"] = ["exact", "seeds"]
+    assert summary(record)["parity with eager"].startswith("passed (7 checks, means of several draws; gradient ")
+    facts["worst"] = {}
+    assert summary(record)["parity with eager"] == "passed"
 
 
 @pytest.mark.parametrize("status", ["failed", "interrupted", "finished"])
@@ -110,7 +116,7 @@ class FakeTelemetry(SimpleNamespace):
     def __init__(self) -> None:
         compiler = SimpleNamespace(compiling_seconds=3.2, compilations=2, compile_seconds=4.0)
         super().__init__(
-            phase="preflight",
+            phase="checking Block",
             units=("step", "steps"),
             steps_done=0,
             meter=SimpleNamespace(steps_per_second=None, last_loss=None),
@@ -184,7 +190,7 @@ def test_what_lasts_a_moment_gets_no_line(console: Console, monkeypatch: pytest.
     telemetry.compiler.compiling_seconds, telemetry.phase = None, "starting"
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
         wait_until(console, "building data and model")
-        telemetry.phase = "auditing"
+        telemetry.phase = "checking Block"
         time.sleep(0.1)
         telemetry.phase = "training"
         clock.now += 10

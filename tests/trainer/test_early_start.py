@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -42,9 +41,6 @@ class Popen(subprocess.Popen):
         super().__init__(command, **options)
         if "LOCAL_RANK" in (options.get("env") or {}):
             own.write_text(f"started {options['env']['LOCAL_RANK']} {'torch' in sys.modules}, ")
-        elif "trainer.background.helper" in command:
-            with own.open("a") as file:
-                print("helper", 'torch' in sys.modules, self.pid, file=file)
 subprocess.Popen = Popen
 from trainer.cli import main
 try:
@@ -59,11 +55,10 @@ IN_VAIN = [
         "scripts",
         "torch._inductor.compile_fx",
         "trainer.auto",
-        "trainer.background",
-        "trainer.guards.audits",
-        "trainer.guards.parity",
+        "trainer.guards.checks",
+        "trainer.guards.timing",
     ),
-    *("trainer.guards.preflight", "trainer.loops.huggingface"),
+    "trainer.loops.huggingface",
     *("trainer.report.pictures", "trainer.sweep.in_process"),
 ]
 """What an eager training needs none of. (torchmetrics, below Lightning, takes transformers and matplotlib.)"""
@@ -163,74 +158,3 @@ def test_the_others_start_once_and_nothing_is_imported_in_vain(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["started 1 False, in vain\n", "in vain\n"]
     assert "of all 2 processes" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "code", "helpers"),
-    [
-        (["compile=[regional,background]", "compile.background.force=true"], 0, 1),
-        (["compile=auto", "compile.auto.background=true"], 0, 1),  # to which three steps pay for nothing
-        (["compile=auto", "compile.auto.background=true", "resume=nowhere"], 2, 1),
-        (["compile=auto", "compile.auto.background=true", "task=unknown"], 2, 0),
-        (["compile=auto", "compile.auto.background=true", "--help"], 0, 0),
-    ],
-    ids=["background", "auto", "refused", "unknown task", "help"],
-)
-def test_a_helper_starts_before_torch_is_imported_and_ends_with_the_run(
-    options: list[str], code: int, helpers: int, tmp_path: Path
-) -> None:
-    program = tmp_path / "counted.py"
-    program.write_text(f"IN_VAIN = []\n{COUNTED}")
-    command = [sys.executable, str(program), "task=micro", "trainer.max_steps=3", "trainer.accelerator=cpu"]
-    command += ["trainer.progress=none", f"hydra.run.dir={tmp_path / 'run'}", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == code, done.stderr
-    lines = (tmp_path / "0").read_text().splitlines()
-    started = [line.split()[1:] for line in lines if line.startswith("helper ")]
-    assert [early for early, _ in started] == ["False"] * helpers
-    while any(alive(int(pid)) for _, pid in started):
-        time.sleep(0.05)
-
-
-HOLDS = """
-import os, sys, time
-from strategies.modules import Background
-from trainer import background
-background.start_early(Background(force=True))
-if os.fork() == 0:
-    time.sleep(1000)  # as a data worker, which holds the pipes as well
-print(background._early[0]._process.pid, flush=True)
-sys.stdin.readline()
-if sys.argv[1] == "release":
-    background.release()
-    sys.stdin.readline()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="without workers that are forked the pipe ends")
-@pytest.mark.parametrize("end", ["release", "killed"])
-def test_the_helper_ends_although_a_forked_process_holds_its_pipe(end: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, end],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as first:
-        assert first.stdin is not None
-        assert first.stdout is not None
-        helper = int(first.stdout.readline())
-        assert alive(helper)
-        if end == "killed":
-            first.kill()
-        else:
-            first.stdin.write("\n")
-            first.stdin.flush()
-        while alive(helper):
-            time.sleep(0.05)
-        os.killpg(first.pid, signal.SIGKILL)

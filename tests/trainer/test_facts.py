@@ -75,10 +75,8 @@ def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
     assert said["cached"].startswith("state idle · reason nothing was compiled by Inductor")
     assert said["optimizer"].startswith("form functional")
     assert "slowdown" not in said, "it is in the verdict"
-    assert "training 2 x 32" in said["warming"]
+    assert "2 x 32" in said["warming"]
     assert "parity" not in said, "it has a row of its own"
-    assert record.preflight_seconds is not None
-    assert said["warm-up"].endswith(f"preflight {record.preflight_seconds:.2f} s of it")
     # What is looked for first is what strategies really write.
     for name in ("buckets", "cached"):
         assert set(dict(flat(record.report[name]))) & set(FIRST[name])

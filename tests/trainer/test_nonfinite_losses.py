@@ -16,8 +16,8 @@ from torch import Tensor
 from strategies import Regional
 from tasks.module import ScoredModule
 from tests.processes import Pair
-from tests.trainer.audited import Captured
 from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.recording import Recorded
 from tests.trainer.runs import last_checkpoint, train
 from trainer.callback import Compile
 from trainer.checkpoints import Checkpoints, FiniteLosses, NonFiniteLoss
@@ -135,7 +135,7 @@ class Diverging(Blocks):
         return torch.optim.SGD(self.parameters(), lr=1e12)
 
 
-@pytest.mark.parametrize("strategy", [Regional(backend="aot_eager"), Captured()], ids=["compiled", "captured"])
+@pytest.mark.parametrize("strategy", [Regional(backend="aot_eager"), Recorded()], ids=["compiled", "captured"])
 def test_the_rule_is_eagers_for_compiled_and_replayed_steps(strategy: Any, tmp_path: Path) -> None:
     said = []
     for strategies in ([], [strategy]):

@@ -13,11 +13,13 @@ from strategies import Regional
 from tasks.language.task import BertNetwork
 from tests.tasks.test_packed_documents import task_of
 from tests.trainer.lightning_modules import quiet_trainer
-from tests.trainer.runs import STEPS, curve, train
+from tests.trainer.runs import curve, train
 from tests.trainer.test_step_capture import Recorded, Watch
 from trainer.callback import Compile
 
+STEPS = 20
 PACKED = (
+    f"trainer.max_steps={STEPS}",
     "task.data.packing=packed_documents",
     "task.data.pad_to=null",
     "task.data.max_tokens=60",
@@ -61,9 +63,9 @@ def captured(strategies: list[Any], folder: Path) -> tuple[Watch, Any]:
     )
     watch, compile_ = Watch(), Compile(strategies, blocks=["net.blocks"], parts=["net.embed", "net.tail"], save=False)
     trainer = quiet_trainer(
-        callbacks=[watch, compile_], default_root_dir=folder, max_steps=8, max_epochs=-1, limit_val_batches=0
+        callbacks=[watch, compile_], default_root_dir=folder, max_steps=24, max_epochs=-1, limit_val_batches=0
     )
-    module = task.build_module(max_steps=8)
+    module = task.build_module(max_steps=24)
     trainer.fit(module, datamodule=task.build_data(seed=0))
     return watch, compile_.record.report.get("recorded")
 

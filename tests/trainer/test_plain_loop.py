@@ -1,4 +1,4 @@
-"""A loop without Lightning behind the same protocol: strategies compile, step aside and capture in it, too."""
+"""A loop without Lightning behind the same protocol: strategies compile and capture in it, too."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies import Optimizer, Program, Regional, Strategy
-from strategies.base import apply, begin, compiler_settings, eager, end
+from strategies import Optimizer, Regional, Strategy
 from tests.strategies import backends
-from tests.trainer.test_step_capture import Recorded
-from trainer.guards.snapshot import Snapshot
+from tests.trainer.recording import Recorded
 from trainer.loops.plain import PlainLoop
 from trainer.loops.training import CompiledTraining
 from trainer.telemetry.record import RunRecord
@@ -38,41 +36,42 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(count)]
 
 
-def train(strategies: list[Strategy], *, micro_batches: int = 1, steps: int = 6) -> tuple[list[float], Program]:
-    module = Net()
+def train(
+    strategies: list[Strategy], *, micro_batches: int = 1, steps: int = 6, **options: Any
+) -> tuple[list[float], RunRecord]:
+    """Losses of a training under ``strategies``, and its record."""
+    module, record = Net(), RunRecord(task="", label="")
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
     loop = PlainLoop(module, optimizer, schedule=schedule, micro_batches=micro_batches, clip=1.0, max_steps=steps)
-    program = Program(module=module, strategies=tuple(strategies), device=loop.device)
-    apply(strategies, program)
-    program.optimizers, program.loop = loop.optimizers, loop
-    with compiler_settings(program.settings):
-        begin(strategies, program)
-        capture = None if program.step is None else program.step.take_over(loop, program)
-        losses = [float(loss) for loss in loop.fit(batches(steps * micro_batches)) if loss is not None]
-        if capture is not None:
-            capture.release()
-        end(strategies, program)
+    training = CompiledTraining(strategies, warmup_steps=1, measure_peak=False, record=record, **options)
+    training.apply_to(module, device=loop.device, precision=loop.precision)
+    training.begin(loop)
+    fitted = loop.fit(batches(steps * micro_batches), training)
+    losses = [float(loss) for loss in fitted if loss is not None]
+    training.finish()
+    training.close()
     assert loop.steps_done == steps
-    return losses, program
+    return losses, record
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_steps_are_captured_in_a_plain_loop(micro_batches: int) -> None:
-    expected, _ = train([], micro_batches=micro_batches)
-    losses, program = train([Recorded()], micro_batches=micro_batches)
+    expected, _ = train([], micro_batches=micro_batches, steps=12)
+    losses, record = train([Recorded()], micro_batches=micro_batches, steps=12)
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert program.report["recorded"]["replayed_steps"] > 0
-    assert not program.eager_parts
+    assert record.report["recorded"]["replayed_steps"] > 0
+    assert not record.eager_parts
 
 
 def test_blocks_and_optimizer_are_compiled_in_a_plain_loop() -> None:
     backends.graphs.clear()
     expected, _ = train([])
-    losses, program = train([Regional(backend=backends.COUNTING), Optimizer(backend="aot_eager")])
+    strategies: list[Strategy] = [Regional(backend=backends.COUNTING), Optimizer(backend="aot_eager")]
+    losses, record = train(strategies)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert len(backends.graphs) == 2, "one for the first block, whose input needs no gradient, and one for the others"
-    assert len(program.regions) == 3
+    assert (record.regions_compiled, record.eager_parts) == (3, {})
 
 
 def test_a_loop_stays_taken_over_where_nobody_keeps_what_gives_it_back() -> None:
@@ -86,22 +85,6 @@ def test_a_loop_stays_taken_over_where_nobody_keeps_what_gives_it_back() -> None
     loop.take_over(run)
     assert len(list(loop.fit(batches(3)))) == 3
     assert taken == [0, 1, 2]
-
-
-def test_single_steps_leave_the_training_as_it_was() -> None:
-    module = Net()
-    loop = PlainLoop(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    program = Program(module=module, device=loop.device)
-    (batch,) = batches(1)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    snapshot = Snapshot(loop, batch)
-    with eager(program):
-        first = loop.step(batch)
-    assert loop.steps_done == 1
-    snapshot.restore()
-    assert loop.steps_done == 0
-    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
-    assert torch.equal(loop.train(batch), first)
 
 
 def test_a_plain_loop_is_compiled_guarded_and_measured_as_a_whole(tmp_path: Path) -> None:

@@ -54,10 +54,9 @@ def test_a_training_under_an_untried_lightning_goes_on_and_names_what_is_left_ou
     callback = Compile([Regional(backend="aot_eager")], blocks=("layers",))
     fit(Blocks(), tmp_path, [callback])
     reason = "Lightning 2.7.0 was not tried: pip install"
-    assert callback.record.regions_compiled
-    assert any(reason in note for note in callback.record.notes), callback.record.notes
+    assert callback.record.regions_compiled == 3
     assert callback.record.audits is not None
-    assert reason in str(callback.record.audits.reason)
+    assert callback.record.audits.verdict == "clean"
     loop = LightningLoop(L.Trainer(logger=False, accelerator="cpu", default_root_dir=tmp_path))
     assert reason in next(iter(loop.why_not_capture()))
 

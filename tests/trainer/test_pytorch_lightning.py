@@ -39,7 +39,7 @@ class Project(pl.LightningModule):
 
 
 class Averages(pl.Callback):
-    """Of the weights, at a hook within the step, which no preflight and no audit may call."""
+    """Of the weights, at a hook within the step, which no check may call."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.weights = [weight.detach().clone() for weight in pl_module.parameters()]

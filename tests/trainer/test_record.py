@@ -16,8 +16,8 @@ def test_a_record_takes_what_was_measured() -> None:
 
 
 def test_a_record_reads_back_without_what_it_has_no_field_for(tmp_path: Path) -> None:
-    event = Event(kind="recompile", reason="size", phase="preflight")
-    record = RunRecord(task="any", preflight_seconds=2.5, events=[event])
+    event = Event(kind="recompile", reason="size", phase="validating")
+    record = RunRecord(task="any", warmup_seconds=2.5, events=[event])
     text = record.save(tmp_path).read_text()
     assert RunRecord.load(tmp_path) == record
     (tmp_path / "record.json").write_text(json.dumps({**json.loads(text), "of_another_version": 1.0}))

@@ -1,12 +1,12 @@
-"""With two processes: both draw the same weights and resume their own random states, and what one of them finds in the
-preflight, or in its cache, both act on; also where the module optimizes itself."""
+"""With two processes: both draw the same weights and resume their own random states, and what one of them finds in a
+check, both act on; also where the module optimizes itself."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +14,43 @@ import lightning as L
 import numpy
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import tasks.module
-from strategies import STRATEGIES, Optimizer, Regional, Stage, Strategy, regions
+from strategies import Optimizer, Regional, regions
 from strategies.modules import Auto
 from tasks.captioning.task import CaptionerSize, Captioning, Shapes
 from tests.processes import Pair, on_ranks
 from tests.strategies import backends
+from tests.strategies.backends import Fault
 from tests.strategies.modules import Block
-from tests.trainer import guarded
-from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
+from tests.trainer.lightning_modules import Blocks, StopsWhen, fit, quiet_trainer
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from tests.trainer.runs import train
-from trainer.auto import chooser
+from tests.trainer.simulated import steps_take
 from trainer.callback import Compile
-from trainer.telemetry.compiler import CompilerMonitor
+from trainer.loops.fsdp2 import FSDP2
 
 pytestmark = pytest.mark.xdist_group("two_processes")
 
 Facts = dict[str, dict[str, Any]]
+STEPS = 12
+LAYERS = ["layers.0", "layers.1", "layers.2"]
 LIMITED = {"limit": (1, 0), "late limit": (0, 1)}
-"""One process has a graph for each block, or one for each step."""
-SECOND = {"rollback": backends.BROKEN_BACKWARD, "wrong": "tests_wrong_on_one"}
-"""The backend of the second process, where it is another one."""
-MANUAL = {"two optimizers": (Adversaries, 6), "accumulation": (Accumulates, 1)}
+"""The second process has a graph for each block, or one for each step."""
+MANUAL = {"two optimizers": (Adversaries, 24), "accumulation": (Accumulates, 4)}
 """Modules that optimize by themselves, and their steps."""
+
+
+class FaultFrom(L.Callback):
+    """On the second process, results of a backward are wrong from step ``first`` on."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        wrong = trainer.global_rank == 1 and trainer.global_step + 1 >= self._first
+        Fault.backward = 1.01 if wrong else 1.0
 
 
 class Numbered(Block):
@@ -51,78 +63,99 @@ class Numbered(Block):
         return super().forward(x) * (1.0 if self.number < 100 else 2.0)
 
 
-class Warm(Strategy):
-    """As compile=cached with a bundle, on one process: what an earlier run found, and that all graphs were there."""
-
-    name, stage = "cached", Stage.CACHE
-    found: Any
-
-    def apply(self, program: Any) -> None:
-        program.findings.update(Warm.found)
-        figures = CompilerMonitor.figures
-        CompilerMonitor.figures = (  # type: ignore[method-assign]
-            lambda watch: dataclasses.replace(figures(watch), cache="warm")
-        )
-
-
-def trained(module: Any, folder: Path, strategies: list[Any], ddp: str = "ddp", **options: Any) -> dict[str, Any]:
+def trained(
+    module: Any, folder: Path, strategies: list[Any], *, fault: int = 10**9, ddp: Any = "ddp", **options: Any
+) -> dict[str, Any]:
     """What this process has to say about one training."""
     torch._dynamo.reset()
-    compile_ = Compile(strategies, **{"on_compile_error": "eager", **options})
+    compile_ = Compile(strategies, verbose=False, save=False, **options)
+    decided = StopsWhen(lambda: bool(compile_._chooser is not None and compile_._chooser.decided))
+    choosing = any(one.name == "auto" for one in strategies)
     error = None
+    length = {"max_steps": 600 if choosing else -1 if isinstance(module, tuple(MANUAL_KINDS)) else STEPS}
+    length["max_epochs"] = 4 if length["max_steps"] == -1 else -1
     try:
-        fit(module, folder, [compile_], devices=2, strategy=ddp, max_epochs=-1 if ddp == "ddp" else 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            callbacks = [FaultFrom(fault), compile_, *([decided] if choosing else [])]
+            fit(module, folder, callbacks, devices=2, strategy=ddp, **length)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
-    assert compile_.program is not None
+    finally:
+        Fault.clear()
+    record, program = compile_.record, compile_.program
+    assert program is not None
+    weights = [] if error else [one.detach() for one in module.parameters()]
     return {
         "error": error,
-        "steps": compile_.record.steps,
-        "report": compile_.record.report,
-        "ended_in_eager": compile_.record.ended_in_eager,
-        "compiled": len(compile_.program.regions),
-        "weights": [float(parameter.detach().double().sum()) for parameter in module.parameters()],
-        "findings": compile_.program.findings,
+        "steps": record.steps,
+        "parity": record.report.get("parity", {}).get("verdict"),
+        "audits": record.audits and (record.audits.verdict, record.audits.last_clean_step),
+        "eager": record.eager_parts,
+        "compiled": record.regions_compiled,
+        "auto": record.report.get("auto"),
+        "weights": [float((one.full_tensor() if isinstance(one, DTensor) else one).double().sum()) for one in weights],
     }
 
 
+MANUAL_KINDS = [kind for kind, _ in MANUAL.values()]
+
+
 def trainings(folder: Path) -> Facts:
-    rank = int(os.environ["RANK"])
+    second = os.environ["RANK"] == "1"
     backends.register()
-    with guarded.backend(SECOND["wrong"], guarded.as_it_is, guarded.scaled(1.5)):
-        pass
-    chooser.STRATEGIES = {**STRATEGIES, "regional": lambda: Regional(backend="eager")}  # type: ignore[dict-item]
-    chooser.SETTLE_STEPS, chooser.TIMED_STEPS, chooser.MAX_TIMED_STEPS = 1, 1, 1
-    # Each process has a clock of its own, and the first one decides.
-    chooser.Chooser._measured = (  # type: ignore[method-assign]
-        lambda self, arm, *_: (1.0 if (arm.module == "eager") == (rank == 0) else 0.5, {})
-    )
-    facts: Facts = {}
-    for name, (kind, _) in MANUAL.items():
-        for mode in ("off", "right", "rollback", "wrong") if name == "two optimizers" else ("off", "right"):
-            strategies = [Regional(backend=SECOND.get(mode, "eager") if rank else "eager")]
-            parity = {"parity": "off" if mode == "off" else "on"}
-            facts[f"{name}, {mode}"] = trained(kind(), folder, strategies, "ddp_find_unused_parameters_true", **parity)
-    for mode in ("eager", "right", "warm", "optimizer", "auto", "rollback", "wrong", *LIMITED):
+    limit = regions.RECOMPILE_LIMIT
+    broken = backends.BROKEN_BACKWARD if second else "aot_eager"
+
+    def of(backend: str = backends.FAULTY, *others: Any, module: Any = Blocks, **options: Any) -> dict[str, Any]:
+        return trained(module(), folder, [Regional(backend=backend), *others], **options)
+
+    facts: Facts = {
+        "eager": trained(Blocks(), folder, []),
+        "off": of(parity="off"),
+        "right": of(backends.FAULTY, Optimizer(backend="aot_eager")),
+        "broken": of(broken),
+        "wrong": of(fault=1),
+        "wrong later": of(fault=5),
+        "optimizer": of("aot_eager", Optimizer(backend=backends.BROKEN_FORWARD if second else "aot_eager")),
+    }
+    for name, (each, counts) in LIMITED.items():
+        regions.RECOMPILE_LIMIT = 2
         module = Blocks()
-        if mode in LIMITED:
-            regions.RECOMPILE_LIMIT = 2
-            each, counts = LIMITED[mode] if rank else (0, 0)
-            module.layers = torch.nn.ModuleList(Numbered(each * number, counts) for number in range(3))
-        strategies: list[Any] = [Regional(backend=SECOND.get(mode, "eager") if rank else "eager")]
-        if mode == "eager":
-            strategies = []
-        if mode == "optimizer":
-            strategies.append(Optimizer(backend=backends.BROKEN_FORWARD if rank else "eager"))
-        if mode == "auto":
-            strategies = [Auto(candidates=["regional"], planned_steps=10**9, remember=False)]
-        if mode == "warm" and rank:
-            strategies.append(Warm())
-        facts[mode] = trained(module, folder, strategies, parity="off" if mode == "late limit" else "on")
-        if mode == "right":
-            Warm.found = facts[mode]["findings"]
-    for fact in facts.values():
-        del fact["findings"]
+        numbers = [each * number if second else 0 for number in range(3)]
+        module.layers = torch.nn.ModuleList(Numbered(number, counts if second else 0) for number in numbers)
+        facts[name] = trained(module, folder, [Regional(backend="eager")])
+        regions.RECOMPILE_LIMIT = limit
+    for name, (kind, _) in MANUAL.items():
+        ddp = {"ddp": "ddp_find_unused_parameters_true"}
+        facts |= {
+            f"{name}, off": of(module=kind, parity="off", **ddp),
+            f"{name}, right": of(module=kind, **ddp),
+            f"{name}, broken": of(broken, module=kind, **ddp),
+            f"{name}, wrong": of(module=kind, fault=1, **ddp),
+        }
+    return facts
+
+
+def sharded(folder: Path, broken: str) -> Facts:
+    backends.register()
+    fails = broken == "both" or os.environ["RANK"] == "1"
+    facts = {"eager": trained(Blocks(), folder, [], ddp=FSDP2())}
+    for name in (backends.BROKEN_FORWARD, backends.BROKEN_BACKWARD):
+        facts[name] = trained(Blocks(), folder, [Regional(backend=name if fails else "aot_eager")], ddp=FSDP2())
+    return facts
+
+
+def choices(folder: Path) -> Facts:
+    """Each process has a clock of its own, by which another arm is the fastest."""
+    second = os.environ["RANK"] == "1"
+    backends.register()
+    facts: Facts = {}
+    for name, backend in (("right", "aot_eager"), ("broken", backends.BROKEN_BACKWARD if second else "aot_eager")):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            steps_take(monkeypatch, backend, eager=0.5 if second else 1.0, regional=1.0 if second else 0.5)
+            auto = Auto(candidates=["regional"], planned_steps=10**9, remember=False)
+            facts[name] = trained(Blocks(), folder, [auto])
     return facts
 
 
@@ -132,52 +165,108 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
     return on_ranks(trainings, tmp_path_factory.mktemp("processes"))
 
 
-@pytest.mark.parametrize("mode", ["right", "warm", "optimizer", "auto", "rollback"])
-def test_both_go_on_alike_with_eagers_weights(mode: str, processes: list[Facts]) -> None:
-    eager = processes[0]["eager"]["weights"]
+def assert_finished(fact: dict[str, Any], weights: list[float], steps: int = STEPS) -> None:
+    assert (fact["error"], fact["steps"]) == (None, steps)
+    assert fact["weights"] == pytest.approx(weights, rel=1e-5, abs=1e-6)
+
+
+def test_clean_checks_leave_both_with_eagers_weights(processes: list[Facts]) -> None:
+    for facts in processes:
+        for mode in ("off", "right"):
+            assert_finished(facts[mode], processes[0]["eager"]["weights"])
+            assert (facts[mode]["eager"], facts[mode]["compiled"]) == ({}, 3)
+        assert (facts["right"]["parity"], facts["right"]["audits"]) == ("passed", ("clean", STEPS))
+
+
+@pytest.mark.parametrize(("mode", "parity"), [("broken", None), ("wrong", "failed"), ("wrong later", "failed")])
+def test_what_one_finds_runs_eager_on_both(mode: str, parity: str | None, processes: list[Facts]) -> None:
     for facts in processes:
         fact = facts[mode]
-        assert (fact["error"], fact["steps"]) == (None, 6)
-        assert fact["compiled"] == (0 if mode == "rollback" else 3)
-        assert fact["weights"] == pytest.approx(eager, rel=1e-5, abs=1e-6)
-        assert fact["report"]["parity"]["verdict"] == ("skipped" if mode == "rollback" else "passed")
-        assert "compared" not in fact["report"]["parity"]  # here, and not by an earlier run
-        assert ("rollback" in fact["report"]) == (mode in ("rollback", "optimizer"))
+        # What is wrong later has trained until an audit found it, and on both alike.
+        assert_finished(fact, processes[0]["eager" if mode != "wrong later" else mode]["weights"])
+        assert list(fact["eager"]) == LAYERS
+        assert parity is None or fact["parity"] == parity, "the first process writes the record"
+    reasons = [facts[mode]["eager"]["layers.0"] for facts in processes]
+    assert reasons[0] == f"on another process: {reasons[1]}"
+    assert ("compiles no backward" if mode == "broken" else "not eager's") in reasons[1]
 
 
-@pytest.mark.parametrize(("mode", "eager"), [("limit", [True, True]), ("late limit", [False, True])])
-def test_the_limit_of_graphs_on_one_ends_neither(mode: str, eager: list[bool], processes: list[Facts]) -> None:
+def test_the_record_of_the_first_process_says_what_an_audit_of_the_other_found(processes: list[Facts]) -> None:
     for facts in processes:
-        assert (facts[mode]["error"], facts[mode]["steps"]) == (None, 6)
-        assert facts[mode]["weights"] == pytest.approx(processes[0]["eager"]["weights"], rel=1e-5, abs=1e-6)
-    assert [facts[mode]["ended_in_eager"] for facts in processes] == eager, "before the first step both agree"
+        assert facts["wrong later"]["audits"] == ("went eager", 4)
 
 
-@pytest.mark.parametrize("mode", ["wrong", "two optimizers, wrong"])
-def test_both_stop_when_one_computes_something_else(mode: str, processes: list[Facts]) -> None:
+ENDS: dict[str, tuple[str, int]] = {
+    "broken": ("CompileFailed: on_compile_error=fail: ", 1),
+    "wrong": ("ParityError: on_difference=fail: ", 1),
+    "wrong later": ("ParityError: on_difference=fail: ", 8),
+}
+"""By what one process finds, where an option says that it ends the run: the error of both, and the steps until then."""
+
+
+def ended(folder: Path, mode: str) -> dict[str, Any]:
+    backends.register()
+    backend = (
+        backends.FAULTY if mode != "broken" else "aot_eager" if os.environ["RANK"] == "0" else backends.BROKEN_BACKWARD
+    )
+    fault = {"broken": 10**9, "wrong": 1, "wrong later": 5}[mode]
+    options = {"on_compile_error": "fail", "on_difference": "fail"}
+    return trained(Blocks(), folder, [Regional(backend=backend)], fault=fault, **options)
+
+
+@pytest.mark.parametrize("mode", ENDS)
+def test_both_stop_where_an_option_says_so(mode: str, pair: Pair, tmp_path: Path) -> None:
+    error, steps = ENDS[mode]
+    for fact in pair(ended, tmp_path, mode):
+        assert fact["error"].startswith(error)
+        assert fact["steps"] == steps
+
+
+def test_an_optimizer_that_one_cannot_compile_runs_eager_on_both(processes: list[Facts]) -> None:
+    """Else weights would drift apart by roundings: nothing averages them."""
     for facts in processes:
-        assert facts[mode]["error"].startswith("ParityError: parity=on")
-        assert facts[mode]["steps"] == 0
+        assert_finished(facts["optimizer"], processes[0]["eager"]["weights"])
+        assert list(facts["optimizer"]["eager"]) == ["optimizer"]
+        assert "compiles no forward" in facts["optimizer"]["eager"]["optimizer"]
+
+
+@pytest.mark.parametrize("mode", LIMITED)
+def test_the_limit_of_graphs_on_one_ends_neither(mode: str, processes: list[Facts]) -> None:
+    for facts in processes:
+        assert_finished(facts[mode], processes[0]["eager"]["weights"])
+        assert list(facts[mode]["eager"]) == LAYERS
+        assert "recompile_limit" in facts[mode]["eager"]["layers.0"]
 
 
 @pytest.mark.parametrize("name", MANUAL)
-def test_the_comparison_of_a_module_that_optimizes_itself_leaves_nothing_behind(
-    name: str, processes: list[Facts]
-) -> None:
+def test_modules_that_optimize_by_hand_are_checked_alike(name: str, processes: list[Facts]) -> None:
+    weights, steps = processes[0][f"{name}, off"]["weights"], MANUAL[name][1]
     for facts in processes:
-        fact = facts[f"{name}, right"]
-        assert (fact["error"], fact["steps"]) == (None, MANUAL[name][1])
-        assert fact["report"]["parity"]["verdict"] == "passed"
-        assert fact["report"]["slowdown"]["before_the_first_step"]["eager_seconds"]
-        assert fact["weights"] == processes[0][f"{name}, off"]["weights"], "to the last bit, and on both alike"
+        for mode in ("right", "broken", "wrong"):
+            assert_finished(facts[f"{name}, {mode}"], weights, steps)
+            assert bool(facts[f"{name}, {mode}"]["eager"]) is (mode != "right")
+        assert (facts[f"{name}, right"]["parity"], facts[f"{name}, right"]["audits"][0]) == ("passed", "clean")
 
 
-def test_a_module_that_optimizes_itself_goes_on_eager_on_both_where_one_fails(processes: list[Facts]) -> None:
+@pytest.mark.parametrize("broken", ["both", "one"])
+def test_sharded_blocks_that_do_not_compile_run_eager_on_both(broken: str, pair: Pair, tmp_path: Path) -> None:
+    processes = pair(sharded, tmp_path, broken)
     for facts in processes:
-        fact = facts["two optimizers, rollback"]
-        assert (fact["error"], fact["steps"], fact["compiled"]) == (None, 6, 0)
-        assert fact["report"]["rollback"]["rolled_back"]
-        assert fact["weights"] == pytest.approx(processes[0]["two optimizers, off"]["weights"], rel=1e-5, abs=1e-6)
+        for backend in facts.keys() - {"eager"}:
+            assert_finished(facts[backend], processes[0]["eager"]["weights"])
+            assert list(facts[backend]["eager"]) == LAYERS
+
+
+def test_the_clock_of_the_first_one_chooses_for_both(pair: Pair, tmp_path: Path) -> None:
+    one, other = pair(choices, tmp_path)
+    for name in ("right", "broken"):
+        assert (one[name]["error"], other[name]["error"]) == (None, None)
+        assert one[name]["steps"] == other[name]["steps"]
+        assert one[name]["weights"] == other[name]["weights"]
+        tables = [each[name]["auto"]["table"] for each in (one, other)]
+        assert len({tuple((arm, row["switched_at_step"]) for arm, row in table.items()) for table in tables}) == 1
+        assert {each[name]["auto"]["chosen"] for each in (one, other)} == {"regional" if name == "right" else "eager"}
+    assert all(each["broken"]["auto"]["table"]["regional"]["failed"] for each in (one, other))
 
 
 def drawn(folder: Path) -> dict[str, Any]:

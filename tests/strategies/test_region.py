@@ -1,0 +1,579 @@
+"""A region: where it is in force, how its first call is checked, and what becomes of it where that finds something."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from strategies import Program
+from strategies.base import compiler_settings, eager
+from strategies.check import Outcome
+from strategies.region import DOUBLE_BACKWARD, MAX_CHECKED, Check, Region, State
+from strategies.regions import compile_in_place
+from tests.strategies import backends
+from tests.strategies.backends import Fault
+from tests.strategies.conftest import one_step
+from tests.strategies.modules import Block
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    backends.register()
+    with compiler_settings({}):  # as in a training
+        yield
+    Fault.clear()
+
+
+class Counted(Block):
+    """A block that knows how often its forward ran eager."""
+
+    eager_calls = 0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            type(self).eager_calls += 1
+        return super().forward(x_BD)
+
+
+@pytest.fixture(autouse=True)
+def count_anew() -> None:
+    Counted.eager_calls = 0
+
+
+def compiled(*blocks: nn.Module, backend: Any = "aot_eager", **arguments: Any) -> Program:
+    """Each of ``blocks`` as a region of one program."""
+    program = Program(module=nn.ModuleList(blocks))
+    for place in range(len(blocks)):
+        compile_in_place(program, str(place), {"backend": backend, "fullgraph": True, **arguments})
+    return program
+
+
+def checks_of(program: Program) -> list[Check]:
+    """Checks from now on."""
+    found: list[Check] = []
+    program.checking.report = found.append
+    return found
+
+
+def plain_gradients(block: nn.Module, x_BD: Tensor) -> tuple[Tensor, list[Tensor]]:
+    twin = copy.deepcopy(block)
+    result = twin(x_BD)
+    result.square().sum().backward()
+    return result.detach(), [one.grad for one in twin.parameters() if one.grad is not None]
+
+
+def region(program: Program, place: int = 0) -> Region:
+    return program.regions[place]
+
+
+# ---- states and steps ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_call_is_checked_and_runs_eager_the_next_step_is_compiled() -> None:
+    block = Counted()
+    program, x_BD = compiled(block), torch.randn(3, 8)
+    found = checks_of(program)
+    result, gradients = plain_gradients(block, x_BD)
+    Counted.eager_calls = 0
+    assert region(program).state is State.CHECKING
+    with one_step(program):
+        seen = block(x_BD)
+        seen.square().sum().backward()
+        assert torch.equal(seen, result), "the step goes on with eager's result"
+        for one, other in zip(block.parameters(), gradients, strict=True):
+            assert torch.equal(one.grad, other), "and with its gradients, once"
+        assert region(program).state is State.CHECKING, "states change between steps"
+    assert [(one.path, one.outcome.error, one.outcome.wrong) for one in found] == [("0", None, [])]
+    assert region(program).state is State.COMPILED
+    calls = Counted.eager_calls
+    assert calls == 1, "what the check's own runs count is put back"
+    with one_step(program):
+        torch.testing.assert_close(block(x_BD), result)
+    assert Counted.eager_calls == calls
+    assert len(found) == 1
+    assert program.eager_parts == {}
+
+
+def test_outside_of_a_step_the_module_is_plain() -> None:
+    block = Counted()
+    program, x_BD = compiled(block), torch.randn(3, 8)
+    for _ in range(2):
+        with one_step(program):
+            assert vars(block)["_compiled_call_impl"] is region(program)
+            block(x_BD)
+        assert "_compiled_call_impl" not in vars(block)
+    calls = Counted.eager_calls
+    block(x_BD)
+    assert Counted.eager_calls == calls + 1
+
+
+def test_blocks_of_a_kind_are_checked_once_and_share_their_code(graphs: list[GraphModule]) -> None:
+    blocks = [Counted() for _ in range(3)]
+    program, x_BD = compiled(*blocks, backend=backends.COUNTING), torch.randn(3, 8, requires_grad=True)
+    found = checks_of(program)
+    for _ in range(2):
+        with one_step(program):
+            for block in blocks:
+                block(x_BD).sum().backward()
+    assert len(program.kinds) == 1
+    assert [one.path for one in found] == ["0"]
+    assert [one.state for one in program.regions] == [State.COMPILED] * 3
+    assert len(graphs) == 1
+
+
+def test_unchecked_it_is_compiled_at_its_first_call() -> None:
+    block = Counted()
+    program = compiled(block)
+    program.checking.mode = "off"
+    found = checks_of(program)
+    with one_step(program):
+        block(torch.randn(3, 8)).sum().backward()
+    assert (Counted.eager_calls, found) == (0, [])
+
+
+def test_a_new_shape_is_checked_and_runs_eager_in_its_first_step() -> None:
+    block = Counted()
+    program = compiled(block, dynamic=False)
+    found = checks_of(program)
+    ran_eager = []
+    for rows in (3, 3, 5, 5):
+        before = Counted.eager_calls
+        with one_step(program):
+            block(torch.randn(rows, 8)).sum().backward()
+        ran_eager.append(Counted.eager_calls > before)
+    assert ran_eager == [True, False, True, False]
+    assert len(found) == 2
+    assert region(program).state is State.COMPILED
+
+
+def test_training_evaluation_and_no_gradients_are_each_checked() -> None:
+    block = Counted()
+    program, x_BD = compiled(block), torch.randn(3, 8)
+    found = checks_of(program)
+    for training, gradients in ((True, True), (False, False), (True, False), (True, True)):
+        block.train(training)
+        with one_step(program), torch.set_grad_enabled(gradients):
+            block(x_BD)
+    assert len(found) == 3
+
+
+def test_signatures_beyond_the_first_ones_are_left_to_audits() -> None:
+    block = Counted()
+    program = compiled(block, dynamic=True)
+    found = checks_of(program)
+    for rows in range(2, 2 + MAX_CHECKED + 4):
+        with one_step(program):
+            block(torch.randn(rows, 8)).sum().backward()
+    assert len([one for one in found if not one.audit]) == MAX_CHECKED
+
+
+def test_a_proven_kind_is_checked_again_when_asked() -> None:
+    blocks = [Counted() for _ in range(2)]
+    program, x_BD = compiled(*blocks), torch.randn(3, 8, requires_grad=True)
+    found = checks_of(program)
+    (kind,) = program.kinds.values()
+    for number in range(6):
+        if number >= 2:
+            kind.ask()
+        with one_step(program):
+            for block in blocks:
+                block(x_BD).sum().backward()
+    assert [one.audit for one in found] == [False, True, True, True, True]
+    assert {one.path for one in found[1:]} == {"0", "1"}, "from one block to the next"
+    assert all(one.state is State.COMPILED for one in program.regions)
+
+
+# ---- what a check finds ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parity", ["on", "off"])
+@pytest.mark.parametrize("backend", [backends.BROKEN_FORWARD, backends.BROKEN_BACKWARD])
+def test_what_does_not_compile_fails_with_the_reason_and_the_step_has_eagers_result(backend: str, parity: str) -> None:
+    blocks = [Counted() for _ in range(2)]
+    program, x_BD = compiled(*blocks, backend=backend), torch.randn(3, 8)
+    program.checking.mode = parity
+    result, gradients = plain_gradients(blocks[0], x_BD)
+    for _ in range(2):
+        with one_step(program):
+            blocks[0].zero_grad()
+            seen = blocks[0](x_BD)
+            seen.square().sum().backward()
+            assert torch.equal(seen, result)
+            for one, other in zip(blocks[0].parameters(), gradients, strict=True):
+                assert torch.equal(one.grad, other)
+    assert [one.state for one in program.regions] == [State.FAILED] * 2, "all of its kind"
+    assert "compiles no " in program.eager_parts["0"]
+    assert isinstance(next(iter(program.kinds.values())).error, Exception)
+
+
+def test_an_error_of_the_users_own_is_raised_once_as_in_eager() -> None:
+    class Raises(Counted):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                raise LookupError("the user's own")
+            return super().forward(x_BD)
+
+    program = compiled(block := Raises())
+    with one_step(program), pytest.raises(LookupError, match="the user's own"):
+        block(torch.randn(3, 8))
+    assert region(program).state is State.CHECKING
+    assert program.eager_parts == {}
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_a_difference_counts_when_it_shows_twice(which: str) -> None:
+    block = Counted()
+    program, x_BD = compiled(block, backend=backends.FAULTY), torch.randn(3, 8)
+    found = checks_of(program)
+    result, _ = plain_gradients(block, x_BD)
+    setattr(Fault, which, 1.01)
+    for look in range(3):
+        with one_step(program):
+            assert torch.equal(block(x_BD), result), "eager's result goes on"
+        assert region(program).state is (State.CHECKING if look == 0 else State.FAILED)
+    assert len(found) == 2
+    assert program.eager_parts["0"].startswith("it is not eager's: ")
+    assert next(iter(program.kinds.values())).differs
+
+
+def test_a_difference_that_shows_once_is_forgotten() -> None:
+    block = Counted()
+    program, x_BD = compiled(block, backend=backends.FAULTY), torch.randn(3, 8)
+    Fault.forward = 1.01
+    with one_step(program):
+        block(x_BD)
+    Fault.forward = 1.0
+    with one_step(program):
+        block(x_BD)
+    assert region(program).state is State.COMPILED
+    assert program.eager_parts == {}
+
+
+def test_a_fault_that_begins_later_is_found_by_an_audit() -> None:
+    block = Counted()
+    program, x_BD = compiled(block, backend=backends.FAULTY), torch.randn(3, 8)
+    (kind,) = program.kinds.values()
+    for number in range(6):
+        if number == 3:
+            Fault.backward = 1.01
+            kind.ask()
+        with one_step(program):
+            block(x_BD).sum().backward()
+    assert region(program).state is State.FAILED
+    assert "gradient" in program.eager_parts["0"]
+
+
+def test_what_uses_up_an_iterator_runs_eager_and_says_so() -> None:
+    class Draws(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stream = iter(range(100))
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return super().forward(x_BD) * next(self.stream)
+
+    program = compiled(block := Draws())
+    with one_step(program):
+        assert torch.equal(block(torch.ones(2, 8)), torch.zeros(2, 8)), "the first of the stream"
+    assert "it cannot be checked" in program.eager_parts["0"]
+    assert "stream" in program.eager_parts["0"]
+    assert next(block.stream) == 1
+
+
+# ---- where a module is plain -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proven() -> tuple[Program, Counted]:
+    """A region that runs compiled, within a step."""
+    block = Counted()
+    program = compiled(block)
+    for _ in range(2):
+        with one_step(program):
+            block(torch.randn(3, 8))
+    assert region(program).state is State.COMPILED
+    Counted.eager_calls = 0
+    program.activate(True)
+    return program, block
+
+
+class Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return operation(*args, **(kwargs or {}))
+
+
+def by_jit(block: nn.Module, x_BD: Tensor) -> Tensor:
+    return torch.jit.trace(block, (x_BD,), check_trace=False)(x_BD)
+
+
+def under_a_mode(block: nn.Module, x_BD: Tensor) -> Tensor:
+    with Sees():
+        return block(x_BD)
+
+
+def counting_flops(block: nn.Module, x_BD: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        result = block(x_BD)
+    assert counter.get_total_flops() > 0
+    return result
+
+
+def by_vmap(block: nn.Module, x_BD: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: block(row))(x_BD)
+
+
+def with_a_tangent(block: nn.Module, x_BD: Tensor) -> Tensor:
+    return torch.func.jvp(block, (x_BD,), (torch.ones_like(x_BD),))[0]
+
+
+def by_fx(block: nn.Module, x_BD: Tensor) -> Tensor:
+    return torch.fx.symbolic_trace(nn.Sequential(block))(x_BD)
+
+
+def forced_eager(block: nn.Module, x_BD: Tensor) -> Tensor:
+    with torch.compiler.set_stance("force_eager"):
+        return block(x_BD)
+
+
+def by_export(block: nn.Module, x_BD: Tensor) -> Tensor:
+    return torch.export.export(block, (x_BD,)).module()(x_BD)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize(
+    "look", [by_jit, under_a_mode, counting_flops, by_vmap, with_a_tangent, by_fx, forced_eager, by_export]
+)
+def test_who_traces_counts_or_transforms_sees_the_plain_module(
+    look: Callable[[nn.Module, Tensor], Tensor], proven: tuple[Program, Counted]
+) -> None:
+    program, block = proven
+    x_BD = torch.randn(3, 8)
+    with eager(program):
+        expected = block(x_BD)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch.testing.assert_close(look(block, x_BD), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before or look is by_export
+    assert program.eager_parts == {}
+    calls = Counted.eager_calls
+    with one_step(program):
+        block(x_BD)
+    assert Counted.eager_calls == calls, "and compiled code runs on afterwards"
+
+
+def test_within_eager_nothing_of_it_runs(proven: tuple[Program, Counted]) -> None:
+    program, block = proven
+    with eager(program):
+        block(torch.randn(3, 8))
+    assert Counted.eager_calls == 1
+
+
+def test_copies_and_pickles_of_a_module_in_force_are_plain(proven: tuple[Program, Counted]) -> None:
+    program, block = proven
+    x_BD = torch.randn(3, 8)
+    with eager(program):
+        expected = block(x_BD)
+    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert not vars(twin).get("_compiled_call_impl")
+        with torch.no_grad():
+            torch.testing.assert_close(twin(x_BD), expected)
+    assert vars(block)["_compiled_call_impl"] is region(program)
+
+
+def test_a_block_within_the_forward_of_another_region_is_its_part() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Counted()
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return self.inner(x_BD) * 2
+
+    program = Program(module=nn.Sequential(Outer()))
+    arguments = {"backend": "aot_eager", "fullgraph": True}
+    compile_in_place(program, "0.inner", arguments)
+    compile_in_place(program, "0", arguments)
+    assert [one.path for one in program.regions] == ["0"], "of regions within regions the outer one is left"
+    for _ in range(2):
+        with one_step(program):
+            program.module(torch.randn(3, 8)).sum().backward()
+    assert region(program).state is State.COMPILED
+
+
+def test_a_region_called_by_another_one_that_is_no_part_of_it_is_plain_there() -> None:
+    class Calls(Counted):
+        def __init__(self, other: nn.Module) -> None:
+            super().__init__()
+            self.others = (other,)  # no submodule
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return self.others[0](x_BD) + super().forward(x_BD)
+
+    inner = Block()
+    outer = Calls(inner)
+    program, x_BD = compiled(inner, outer), torch.randn(3, 8)
+    expected = copy.deepcopy(outer)(x_BD)
+    for _ in range(3):
+        with one_step(program):
+            torch.testing.assert_close(outer(x_BD), expected)
+    assert program.eager_parts == {}
+
+
+def test_weights_that_have_no_shape_yet_get_theirs_first() -> None:
+    block = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
+    program = compiled(block)
+    for _ in range(3):
+        with one_step(program):
+            block(torch.randn(3, 5)).sum().backward()
+    assert block[0].weight.shape == (8, 5)
+    assert region(program).state is State.COMPILED
+    assert program.eager_parts == {}
+
+
+# ---- its backward ----------------------------------------------------------------------------------------------------
+
+
+class Smooth(nn.Module):
+    """Its second derivatives are not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.linear(x_BD).tanh().square()
+
+
+def penalty(block: nn.Module, x_BD: Tensor) -> list[Tensor]:
+    """Gradients of a loss with a gradient in it."""
+    block.zero_grad()
+    x_BD = x_BD.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(block(x_BD).sum(), x_BD, create_graph=True)
+    slope.square().sum().backward()
+    return [one.grad.clone() for one in block.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("compiled_steps", [0, 3], ids=["at once", "later"])
+def test_a_gradient_of_a_gradient_is_eagers(compiled_steps: int) -> None:
+    torch.manual_seed(0)
+    block = Smooth()
+    program, x_BD = compiled(block), torch.randn(3, 8)
+    expected = penalty(copy.deepcopy(block), x_BD)
+    for _ in range(compiled_steps):
+        with one_step(program):
+            block(x_BD.clone().requires_grad_()).sum().backward()
+    assert region(program).state is (State.COMPILED if compiled_steps else State.CHECKING)
+    for _ in range(2):
+        with one_step(program):
+            found = penalty(block, x_BD)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    assert region(program).state is State.FAILED
+    assert program.eager_parts["0"] == DOUBLE_BACKWARD
+
+
+class TwoHeads(nn.Module):
+    """BERT's pooler: an output that many losses do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.both = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
+        x_BD = self.both(x_BD)
+        return self.one(x_BD), self.two(x_BD)
+
+
+def test_weights_of_an_unused_output_have_no_gradient_as_in_eager() -> None:
+    block = TwoHeads()
+    program, x_BD = compiled(block), torch.randn(3, 8)
+    for used in (0, 0, 1, 0):
+        block.zero_grad(set_to_none=True)
+        with one_step(program):
+            block(x_BD)[used].sum().backward()
+        unused = block.two if used == 0 else block.one
+        assert [one.grad for one in unused.parameters()] == [None, None]
+        assert all(one.grad is not None for one in block.both.parameters())
+    assert region(program).state is State.COMPILED
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_computed_again_in_the_backward_a_region_does_what_it_did(reentrant: bool) -> None:
+    block = Smooth()
+    program, x_BD = compiled(block), torch.randn(3, 8, requires_grad=True)
+    found = checks_of(program)
+    (kind,) = program.kinds.values()
+    twin = copy.deepcopy(block)
+    twin(x_BD).sum().backward()
+    expected = [one.grad for one in twin.parameters()]
+    for number in range(8):
+        block.zero_grad()
+        if number == 4:
+            kind.ask()
+        with one_step(program):
+            result = checkpoint(block, x_BD, use_reentrant=reentrant)
+            if number == 5:
+                kind.ask()  # within a step: what ran compiled is computed again by the same code
+            if number == 7:
+                kind.fail("from the next step on")
+            result.sum().backward()
+        for one, other in zip(block.parameters(), expected, strict=True):
+            torch.testing.assert_close(one.grad, other)
+    assert [one.audit for one in found] == ([False, False] if reentrant else [False]) + [True, True]
+    assert region(program).state is State.FAILED
+
+
+# ---- what is compiled around a break of its graph --------------------------------------------------------------------
+
+
+class Breaks(Counted):
+    """A counter and a buffer before a graph break; what comes after that does not compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        torch._dynamo.graph_break()
+        return super().forward(x_BD).tanh()
+
+
+@pytest.mark.parametrize("parity", ["on", "off"])
+def test_half_a_region_is_never_run_twice(parity: str) -> None:
+    def refuses_tanh(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        if "tanh" in graph.code:
+            raise RuntimeError("no tanh here")
+        return graph.forward
+
+    block = Breaks()
+    program, x_BD = compiled(block, backend=refuses_tanh, fullgraph=False), torch.randn(3, 8)
+    program.checking.mode = parity
+    for number in range(1, 4):
+        with one_step(program):
+            block(x_BD).sum().backward()
+        assert (block.calls, float(block.seen)) == (number, number)
+    assert "no tanh here" in program.eager_parts["0"]
+
+
+def test_checks_are_reported_with_what_they_found(proven: tuple[Program, Counted]) -> None:
+    program, block = proven
+    found = checks_of(program)
+    block.eval()
+    with one_step(program):
+        block(torch.randn(3, 8))
+    (check,) = found
+    assert isinstance(check.outcome, Outcome)
+    assert (check.path, check.kind, check.audit) == ("0", "Counted", False)
+    assert {one.kind for one in check.outcome.differences} >= {"output", "gradient"}

@@ -1,0 +1,231 @@
+"""Checks of a training: the first call of each kind, audits of later steps, and what a difference leads to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from strategies import Regional, Strategy
+from tests.strategies import backends
+from tests.strategies.backends import Fault
+from tests.trainer.conftest import FLOOR
+from tests.trainer.lightning_modules import Blocks, fit
+from trainer.callback import Compile, ParityError
+from trainer.guards import checks
+from trainer.telemetry.record import RunRecord
+
+
+@pytest.fixture(autouse=True)
+def no_fault() -> Iterator[None]:
+    Fault.clear()
+    yield
+    Fault.clear()
+
+
+class FromStep(L.Callback):
+    """Sets the backend's fault when step ``first`` begins, and takes it back after step ``last``."""
+
+    def __init__(self, first: int, last: int = 1000, **fault: float) -> None:
+        self._first, self._last, self._fault = first, last, fault
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        step = trainer.global_step + 1
+        for name, factor in self._fault.items():
+            setattr(Fault, name, factor if self._first <= step <= self._last else 1.0)
+
+
+def faulty(**changes: Any) -> Regional:
+    return Regional(backend=backends.FAULTY, **changes)
+
+
+def trained(
+    folder: Path,
+    *callbacks: L.Callback,
+    module: L.LightningModule | None = None,
+    strategies: list[Strategy] | None = None,
+    steps: int = 12,
+    trainer: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[float], RunRecord]:
+    compile_ = Compile(strategies or [faulty()], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = fit(module or Blocks(), folder, [*callbacks, compile_], max_steps=steps, **(trainer or {}))
+    return losses, compile_.record
+
+
+@pytest.fixture
+def eager(tmp_path: Path) -> list[float]:
+    return fit(Blocks(), tmp_path, [], max_steps=12)
+
+
+def test_audits_come_at_steps_2_4_8_and_at_the_last(tmp_path: Path, eager: list[float]) -> None:
+    losses, record = trained(tmp_path)
+    assert losses == pytest.approx(eager, rel=FLOOR)
+    assert record.audits is not None
+    assert (record.audits.verdict, record.audits.reason) == ("clean", None)
+    assert record.audits.steps == [2, 4, 8, 12]
+    assert record.audits.last_clean_step == 12
+    assert {"output", "gradient"} <= record.audits.worst.keys()
+    assert all(one.difference <= one.tolerance for one in record.audits.worst.values())
+    assert record.eager_parts == {}
+
+
+def test_one_kind_of_region_is_audited_a_step(tmp_path: Path) -> None:
+    _, record = trained(tmp_path, strategies=[faulty(parts=["head"])])
+    assert record.audits is not None
+    assert record.audits.steps == [2, 3, 4, 5, 8, 9, 11, 12]
+    assert record.report["parity"]["checks"] == 2
+
+
+def test_what_the_first_checks_found_is_in_the_record(tmp_path: Path) -> None:
+    _, record = trained(tmp_path, steps=2)
+    facts = record.report["parity"]
+    assert (facts["mode"], facts["verdict"], facts["checks"], facts["how"]) == ("on", "passed", 1, ["exact"])
+    assert facts["worst"].keys() >= {"output", "gradient", "gradient of"}
+    for figures in facts["worst"].values():
+        assert figures["difference"] <= figures["tolerance"]
+    assert facts["seconds"] >= 0
+
+
+def test_a_run_without_checks_has_neither(tmp_path: Path, eager: list[float]) -> None:
+    losses, record = trained(tmp_path, parity="off")
+    assert losses == pytest.approx(eager, rel=FLOOR)
+    assert record.audits is None
+    assert "parity" not in record.report
+    assert record.regions_compiled == 3
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_what_is_never_eagers_runs_eager_and_the_run_finishes(which: str, tmp_path: Path, eager: list[float]) -> None:
+    losses, record = trained(tmp_path, FromStep(1, **{which: 1.01}))
+    assert losses == eager, "not one step was another than eager's"
+    assert record.status == "finished"
+    assert record.report["parity"]["verdict"] == "failed"
+    assert list(record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
+    assert record.ended_in_eager
+    assert "not eager's" in record.eager_parts["layers.0"]
+    assert [event.kind for event in record.events] == ["fallback"]
+    assert any(note.startswith("Block: layers.0, layers.1, layers.2 run eager from step 2 on") for note in record.notes)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_a_fault_that_begins_later_is_found_by_the_next_audit_and_its_second_look(which: str, tmp_path: Path) -> None:
+    losses, record = trained(tmp_path, FromStep(5, **{which: 1.01}), steps=16)
+    audits = record.audits
+    assert audits is not None
+    assert (audits.verdict, audits.last_clean_step) == ("went eager", 4)
+    assert audits.steps == [2, 4, 8]
+    assert audits.reason is not None
+    assert "since step 4, the last one that was audited clean" in audits.reason
+    assert "Last good checkpoint: none yet" in audits.reason
+    assert audits.worst["output" if which == "forward" else "gradient"].step == 8
+    assert (record.status, len(losses)) == ("finished", 16)
+    assert list(record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
+    assert any("run eager from step 9 on" in note for note in record.notes)
+
+
+def test_the_last_good_checkpoint_is_named(tmp_path: Path) -> None:
+    saved = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    _, record = trained(tmp_path, FromStep(5, backward=1.01), saved, steps=16, trainer={"enable_checkpointing": True})
+    assert record.audits is not None
+    assert record.audits.reason is not None
+    clean = record.audits.last_clean_step
+    assert f"Last good checkpoint: {tmp_path}/kept/step={clean}.ckpt (step {clean})" in record.audits.reason
+
+
+def test_a_step_after_a_checkpoint_is_audited_where_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)
+    asked: dict[float, list[int]] = {}
+    for share in (1e9, 0.0):
+        monkeypatch.setattr(checks, "SHARE", share)
+        _, record = trained(tmp_path, saved, steps=20, trainer={"enable_checkpointing": True})
+        assert record.audits is not None
+        asked[share] = record.audits.steps
+    assert asked == {1e9: [2, 4, 6, 8, 11, 16, 20], 0.0: [2, 4, 8, 16, 20]}
+
+
+def test_a_difference_that_is_gone_at_the_second_look_changes_nothing(tmp_path: Path) -> None:
+    _, record = trained(tmp_path, FromStep(4, 4, backward=1.01))  # whose audit looks at the last block
+    assert record.eager_parts == {}
+    assert record.audits is not None
+    assert record.audits.verdict == "clean"
+    assert record.audits.steps == [2, 4, 5, 8, 12]
+    assert record.audits.last_clean_step == 12
+
+
+@pytest.mark.parametrize(("first", "steps"), [(1, 1), (5, 8)], ids=["at once", "later"])
+def test_on_difference_fail_ends_the_run(first: int, steps: int, tmp_path: Path) -> None:
+    compile_ = Compile([faulty()], on_difference="fail")
+    with pytest.raises(ParityError, match=r"^on_difference=fail: Block: layers\.0.*not eager's: ") as raised:
+        fit(Blocks(), tmp_path, [FromStep(first, backward=1.01), compile_], max_steps=16)
+    assert len(str(raised.value).splitlines()) == 1
+    record = compile_.record
+    assert (record.status, record.steps) == ("failed", steps)
+    assert record.audits is not None
+    if first == 1:
+        assert record.report["parity"]["verdict"] == "failed"
+    else:
+        assert record.audits.verdict == "failed"
+        assert record.audits.last_clean_step == 4
+
+
+def test_a_nan_of_compiled_code_is_a_difference(tmp_path: Path, eager: list[float]) -> None:
+    losses, record = trained(tmp_path, FromStep(8, forward=float("nan")))
+    assert losses == pytest.approx(eager, rel=FLOOR), "that step went on with eager's result"
+    assert record.audits is not None
+    assert (record.audits.verdict, record.audits.last_clean_step) == ("went eager", 4)
+
+
+class Validated(Blocks):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader([(torch.ones(8), torch.ones(1))] * 4, batch_size=4)
+
+
+class InEvaluation(L.Callback):
+    """Its fault is one of evaluations alone, from step ``first`` on."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        Fault.forward = 1.01 if trainer.global_step >= self._first else 1.0
+
+    def on_validation_end(self, *_: Any) -> None:
+        Fault.forward = 1.0
+
+
+@pytest.mark.parametrize("first", [1, 6])
+def test_an_evaluation_that_is_not_eagers_is_found(first: int, tmp_path: Path) -> None:
+    _, record = trained(
+        tmp_path, InEvaluation(first), module=Validated(), steps=16,
+        trainer={"val_check_interval": 1, "num_sanity_val_steps": 0},
+    )  # fmt: skip
+    assert list(record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_the_users_step_is_called_once_a_batch(tmp_path: Path) -> None:
+    class Counts(Blocks):
+        calls: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.calls.append(self.global_step)
+            return super().training_step(batch, batch_idx)
+
+    Counts.calls.clear()
+    trained(tmp_path, FromStep(5, backward=1.01), module=Counts())
+    assert Counts.calls == list(range(12))

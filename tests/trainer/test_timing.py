@@ -1,0 +1,216 @@
+"""Eager beside the run: windows of real steps, what they say, and that nothing is called again for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies import Regional
+from tests.strategies import backends
+from tests.strategies.backends import Fault
+from tests.strategies.modules import Block
+from tests.trainer.clock import CLOCK, Clock
+from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.recording import Recorded
+from trainer.callback import Compile
+from trainer.guards.timing import APART_STEPS, ENOUGH, SHARE, STEADY_STEPS, WINDOW, Timing
+from trainer.report.run_verdict import run_verdict
+
+SECONDS = 0.004
+STEPS = 700
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+class Timed(Blocks):
+    """Takes a while outside the blocks; knows its calls, and when its blocks ran eager."""
+
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(3))
+        self.batches: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        CLOCK.sleep(SECONDS)
+        self.batches.append((self.current_epoch, batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+class SlowEager(Block):
+    """Compiling saves something here; it knows the steps in which it ran eager."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            CLOCK.sleep(SECONDS)
+        return super().forward(x_BD)
+
+
+class Watched(L.Callback):
+    """Seconds of each step, from the beginning of a batch to the beginning of the next one."""
+
+    def __init__(self) -> None:
+        self.ended: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ended.append(CLOCK.now)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.ended)]
+
+
+@pytest.fixture
+def slow() -> Iterator[str]:
+    """A backend whose graphs take a while, forward and backward."""
+    Fault.before = lambda: CLOCK.sleep(SECONDS)  # type: ignore[method-assign]
+    yield backends.FAULTY
+    Fault.clear()
+
+
+def test_a_run_that_is_faster_says_so_and_trains_on_every_batch_once(tmp_path: Path) -> None:
+    module, compile_ = Timed(SlowEager), Compile([Regional(backend="eager")], warmup_steps=1)
+    losses = fit(module, tmp_path, [compile_], max_steps=STEPS)
+    facts = compile_.record.report["slowdown"]
+    assert facts["slower"] is False
+    assert len(facts["on_later_batches"]) >= 2
+    for window in facts["on_later_batches"]:
+        assert window["eager_seconds"] == pytest.approx([4 * SECONDS] * WINDOW)
+        assert window["compiled_seconds"] == pytest.approx([SECONDS] * WINDOW)
+        assert window["replayed"] is False
+    plain = Timed(SlowEager)
+    assert losses == pytest.approx(fit(plain, tmp_path, [], max_steps=STEPS), rel=1e-5)
+    assert module.batches == plain.batches, "each batch once, in the loader's order"
+    assert not any("slower than eager" in note for note in compile_.record.notes)
+    assert compile_.record.eager_parts == {}
+
+
+def test_windows_lie_apart_and_take_their_share_of_the_run_and_no_more(tmp_path: Path) -> None:
+    module, watched, compile_ = Timed(SlowEager), Watched(), Compile([Regional(backend="eager")], warmup_steps=1)
+    fit(module, tmp_path, [watched, compile_], max_steps=STEPS)
+    eager = [number + 2 for number, seconds in enumerate(watched.seconds) if seconds > 3.5 * SECONDS]
+    windows = [eager[place : place + 1 + WINDOW] for place in range(0, len(eager), 1 + WINDOW)]
+    assert all(window[-1] - window[0] == WINDOW for window in windows), "steps in a row"
+    assert windows[0][0] > STEADY_STEPS
+    between = [second[0] - first[-1] for first, second in itertools.pairwise(windows)]
+    assert min(between) >= APART_STEPS
+    spent = len(eager) * 4 * SECONDS
+    assert spent <= SHARE * (watched.ended[-1] - watched.ended[0]) + 4 * SECONDS
+    assert len(windows) == len(compile_.record.report["slowdown"]["on_later_batches"])
+
+
+def test_windows_are_in_no_steady_figure(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
+    fit(Timed(SlowEager), tmp_path, [compile_], max_steps=STEPS)
+    record = compile_.record
+    assert record.steady_step_seconds_median == pytest.approx(SECONDS)
+    assert record.steady_step_seconds_p95 == pytest.approx(SECONDS)
+
+
+def test_slower_than_eager_is_said_once_with_both_figures(slow: str, tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend=slow)], warmup_steps=1)
+    with pytest.warns(UserWarning, match=r"slower than eager: a step takes 28(\.0)? ms compiled against 4(\.0)? ms"):
+        fit(Timed(), tmp_path, [compile_], max_steps=STEPS)
+    record = compile_.record
+    assert record.report["slowdown"]["slower"]
+    assert sum("slower than eager" in note for note in record.notes) == 1
+    assert len(record.report["slowdown"]["on_later_batches"]) == ENOUGH, "then it is known"
+    assert record.regions_compiled == 3
+    assert record.eager_parts == {}
+
+
+@pytest.mark.parametrize("parity", ["on", "off"])
+def test_on_slower_eager_goes_on_eager(parity: str, slow: str, tmp_path: Path) -> None:
+    module, watched = Timed(), Watched()
+    compile_ = Compile([Regional(backend=slow)], warmup_steps=1, on_slower="eager", parity=parity)
+    with pytest.warns(UserWarning, match="slower than eager"):
+        fit(module, tmp_path, [watched, compile_], max_steps=STEPS)
+    record = compile_.record
+    assert record.ended_in_eager
+    assert list(record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
+    assert record.report["slowdown"]["rolled_back"] == ["layers.0", "layers.1", "layers.2"]
+    assert record.status == "finished", "nothing failed"
+    assert watched.seconds[-1] == pytest.approx(SECONDS)
+    assert len(module.batches) == STEPS
+
+
+def test_replayed_steps_are_timed_as_replayed(tmp_path: Path) -> None:
+    class Sleeps(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            CLOCK.sleep(SECONDS)
+
+    compile_ = Compile([Recorded()], warmup_steps=1)
+    fit(Blocks(), tmp_path, [compile_, Sleeps()], max_steps=STEPS)
+    record = compile_.record
+    windows = record.report["slowdown"]["on_later_batches"]
+    assert [one["replayed"] for one in windows] == [True] * len(windows)
+    assert record.report["recorded"]["replayed_steps"] > STEPS / 2
+    assert all(one["eager_seconds"] == pytest.approx([SECONDS] * WINDOW) for one in windows)
+
+
+def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+    module, compile_ = Timed(SlowEager), Compile([Regional(backend="eager")], warmup_steps=1)
+    fit(module, tmp_path, [compile_], max_steps=STEPS // 2, accumulate_grad_batches=2)
+    facts = compile_.record.report["slowdown"]
+    assert facts["micro_batches"] == 2
+    assert facts["on_later_batches"][0]["eager_seconds"] == pytest.approx([8 * SECONDS] * WINDOW)
+    assert facts["on_later_batches"][0]["compiled_seconds"] == pytest.approx([2 * SECONDS] * WINDOW)
+
+
+def test_a_slow_loader_does_not_pass_for_a_slow_compile(tmp_path: Path) -> None:
+    class Waits(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            CLOCK.sleep(20 * SECONDS)
+
+    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
+    fit(Timed(SlowEager), tmp_path, [compile_, Waits()], max_steps=300)
+    windows = compile_.record.report["slowdown"]["on_later_batches"]
+    assert windows[0]["compiled_seconds"] == pytest.approx([SECONDS] * WINDOW)
+
+
+def test_a_run_that_is_too_short_for_a_window_says_so(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
+    fit(Timed(), tmp_path, [compile_], max_steps=STEADY_STEPS + 20)
+    record = compile_.record
+    assert "on_later_batches" not in record.report["slowdown"]
+    assert record.report["slowdown"]["short_of_time"]
+    assert run_verdict(record).reason == (
+        "timing eager beside it takes 5% of a run at most, and this one was too short"
+    )
+
+
+def test_without_checks_eager_is_not_timed_unless_it_has_a_use(slow: str, tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend=slow)], warmup_steps=1, parity="off")
+    fit(Timed(), tmp_path, [compile_], max_steps=200)
+    assert "slowdown" not in compile_.record.report
+
+
+def test_eager_alone_is_not_timed_twice(tmp_path: Path) -> None:
+    compile_ = Compile(warmup_steps=1)
+    fit(Timed(), tmp_path, [compile_], max_steps=200)
+    assert "slowdown" not in compile_.record.report
+
+
+def test_all_processes_begin_a_window_at_the_same_step(clock: Clock) -> None:
+    clock.sleep(100.0)
+    sent: list[Any] = []
+    found = []
+    for began, broadcast in ((0.0, lambda value: sent.append(value) or value), (99.0, lambda _: sent.pop(0))):
+        loop: Any = SimpleNamespace(
+            world_size=2, micro_batches=1, broadcast=broadcast, anywhere=bool, everywhere=bool,
+            steps_done=100, log_every_n_steps=50, device=torch.device("cpu"),
+        )  # fmt: skip
+        meter = SimpleNamespace(steady=SimpleNamespace(seconds=[0.01] * STEADY_STEPS), median_seconds=0.01, ended=100)
+        program: Any = SimpleNamespace(regions=[object()], step=None, compiled_beside_regions=[])
+        telemetry: Any = SimpleNamespace(began=began, meter=meter)
+        timing = Timing(loop, program, telemetry, lambda line: None, wanted=True)
+        timing.after(stepped=True)
+        found.append(timing._next)
+    assert found[0] == found[1], "by its own clock the second one would wait for a hundred steps"
