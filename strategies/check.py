@@ -112,15 +112,15 @@ def check_call(
     state = RegionState(module, (args, kwargs), changed)
     if state.cannot_restore:
         return Outcome(skipped=f"its forward may use up {', '.join([*dict.fromkeys(state.cannot_restore)][:3])}")
-    trial = _Trial(module, args, kwargs, state)
-    asked = partial(_compared, trial, compiled, unit, multiple, whole=whole, draws_alike=draws_alike)
+    runs = _Runs(module, args, kwargs, state)
+    asked = partial(_compared, runs, compiled, unit, multiple, whole=whole, draws_alike=draws_alike)
     torch.clear_autocast_cache()  # casts made here belong to no graph of the step
     hooks = _take_saved_tensors_hooks()
     try:
         outcome = asked()
         if not outcome.finite and outcome.error is None and not outcome.wrong:
             # What is no number in the weights hides whether compiled code brought it there.
-            with _finite_weights(module), trial.altering(finite=True):
+            with _finite_weights(module), runs.altering(finite=True):
                 again = asked()
             outcome.differences, outcome.finite = [*outcome.differences, *again.differences], again.finite
         return outcome
@@ -136,7 +136,7 @@ def check_call(
 
 
 def _compared(
-    trial: _Trial, compiled: Callable[..., Any], unit: float, multiple: float, *, whole: bool, draws_alike: bool
+    runs: _Runs, compiled: Callable[..., Any], unit: float, multiple: float, *, whole: bool, draws_alike: bool
 ) -> Outcome:
     seen: _Run | None = None
     error: Exception | None = None
@@ -146,45 +146,45 @@ def _compared(
         nonlocal seen, error, ended
         try:
             graphs = counters["stats"]["unique_graphs"]
-            seen = trial.run(compiled, calls=calls)
+            seen = runs.run(compiled, calls=calls)
             if counters["stats"]["unique_graphs"] != graphs:  # tracing may have run what compiled code leaves out
-                seen = trial.run(compiled, calls=calls)
-            ended = trial.ended
+                seen = runs.run(compiled, calls=calls)
+            ended = runs.ended
         except Exception as caught:
             if is_out_of_memory(caught):
                 raise
             error = caught
 
-    with refused_elsewhere(trial.state.remember) as elsewhere, error_on_graph_break(True):
+    with refused_elsewhere(runs.state.remember) as elsewhere, error_on_graph_break(True):
         run_compiled()
     if elsewhere:
         return Outcome(skipped=f"its forward changes {', '.join(elsewhere[:3])}, which cannot be put back")
     if error is not None and is_compile_error(error):
         if whole:
             return Outcome(error=error)
-        if trial.state.may_change:  # what runs between its graphs is not seen
-            return Outcome(skipped=f"its forward may change {', '.join([*dict.fromkeys(trial.state.may_change)][:3])}")
+        if runs.state.may_change:  # what runs between its graphs is not seen
+            return Outcome(skipped=f"its forward may change {', '.join([*dict.fromkeys(runs.state.may_change)][:3])}")
         seen = error = None
-    eager = trial.run(trial.module._call_impl)
-    draws, eager_ended = trial.drew, trial.ended
+    eager = runs.run(runs.module._call_impl)
+    draws, eager_ended = runs.drew, runs.ended
     if seen is None and error is None:
         run_compiled()
     outcome = Outcome(reached=eager.reached, error=error, finite=eager.finite)
     if seen is None:
         return outcome
-    exact, outcome.how = trial.exact(unit) if not draws else trial.rounded(unit)
+    exact, outcome.how = runs.exact(unit) if not draws else runs.rounded(unit)
     outcome.differences = _differences(eager, seen, exact, unit, multiple)
     if draws and outcome.wrong and not (draws_alike and ended == eager_ended):
         outcome.how = "seeds"
         for seeds in SEEDS:
-            outcome.differences = trial.across_seeds(compiled, seeds, unit, multiple)
+            outcome.differences = runs.across_seeds(compiled, seeds, unit, multiple)
             if not outcome.wrong:
                 break
-    if eager.left != trial.state.began:  # its next call may read what it has left; where that is a guard, all is well
+    if eager.left != runs.state.began:  # its next call may read what it has left; where that is a guard, all is well
         with torch.compiler.set_stance("fail_on_recompile"):
             run_compiled(calls=2)
         if error is None:
-            outcome.differences += _state_apart(trial.run(trial.module._call_impl, calls=2), seen)
+            outcome.differences += _state_apart(runs.run(runs.module._call_impl, calls=2), seen)
     return outcome
 
 
@@ -256,7 +256,7 @@ def _alike(one: Any, other: Any) -> bool:
     return type(one) is type(other)
 
 
-class _Trial:
+class _Runs:
     """Runs of one call on copies of its inputs, each from the same state."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: RegionState) -> None:
@@ -290,8 +290,9 @@ class _Trial:
         (args, kwargs), inputs, versions = _copied(self._given, dtype, off, finite=self._finite)
         result = call(*args, **kwargs)
         tensors, plain = _taken_apart(result)
-        self.drew = drew_random_numbers(before)
-        self.ended = b"".join(one.numpy().tobytes() for one in (random_state()[2], *random_state()[3]))
+        after = random_state()
+        self.drew = drew_random_numbers(before, after)
+        self.ended = b"".join(one.numpy().tobytes() for one in (after[2], *after[3]))
         changed = {name: one for name, (one, version) in versions.items() if _version(one) != version}
         written = {name: one.detach().clone() for name, one in changed.items()}
         outputs = {name: one.detach().clone() for name, one in tensors.items()}

@@ -117,9 +117,8 @@ class RegionState:
         self._keep([one for hook in hooks.values() for one in _used_by(hook)], "what a hook writes to")
         self._keep(arguments, "an argument")
         self._of_arguments = False
-        self._changed: list[Changed] = []
         for value, names in changed or []:
-            self.remember(value, names)
+            self._keep_named(value, names)
         self._changed = [] if changed is None else changed
         self.random = random_state()
         self.began = self.left()
@@ -148,12 +147,14 @@ class RegionState:
             return True
         if value is None:
             return False
+        self._changed.append((value, names))
+        return self._keep_named(value, names)
+
+    def _keep_named(self, value: Any, names: list[str]) -> bool:
         if isinstance(value, types.ModuleType | type | types.CellType):
-            self._changed.append((value, names))
             for name in names:
                 self._put_back.append(_name_restorer(value, name))
             return bool(names)
-        self._changed.append((value, names))
         watched = len(self._watched)
         self._keep(value, "")
         del self._watched[watched:]
@@ -439,6 +440,8 @@ def entries_of(container: Any) -> Any:
     """What a container holds, to compare and to put back later."""
     if isinstance(container, dict):  # not by methods that a subclass may have replaced
         return (*dict.keys(container), *dict.values(container))
+    if isinstance(container, Mapping):
+        return (*container.keys(), *container.values())
     return frozenset(container) if isinstance(container, set) else tuple(container)
 
 
@@ -512,9 +515,9 @@ def random_state() -> tuple[Any, ...]:
     return random.getstate(), copy.deepcopy(numpy.random.get_state()), torch.get_rng_state(), cuda
 
 
-def drew_random_numbers(before: tuple[Any, ...]) -> bool:
-    """Whether any generator has moved since ``before``, a ``random_state()``."""
-    (python, array, host, cuda), now = before, random_state()
+def drew_random_numbers(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether any generator has moved from one ``random_state()`` to another."""
+    python, array, host, cuda = before
     moved = now[0] != python or now[1][2] != array[2] or not numpy.array_equal(now[1][1], array[1])
     return moved or not all(
         torch.equal(one, other) for one, other in zip([host, *cuda], [now[2], *now[3]], strict=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -156,14 +157,13 @@ class IndexWatch:
         self.used = where
 
 
-_VARIABLE = 0x04 | 0x08
-"""Flags of code that takes ``*args`` and ``**kwargs``, as ``inspect.CO_VARARGS`` and ``CO_VARKEYWORDS``."""
+_VARIABLE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+"""Flags of code that takes ``*args`` or ``**kwargs``."""
 
 
 def _arguments(code: types.CodeType) -> int:
     """How many of the local names are arguments."""
-    variable = bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)
-    return code.co_argcount + code.co_kwonlyargcount + variable
+    return code.co_argcount + code.co_kwonlyargcount + (code.co_flags & _VARIABLE).bit_count()
 
 
 @functools.cache

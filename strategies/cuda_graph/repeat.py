@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.compare import MULTIPLES, SINGLE, UNCALIBRATED, Difference, compare
 from strategies.errors import is_out_of_memory
+from strategies.memory import free_bytes
 
 Left = Mapping[str, Mapping[str, Tensor]]
 """Tensors by kind (``loss``, ``weight``, ...) and name."""
@@ -49,9 +50,7 @@ def room(device: torch.device) -> tuple[float, float]:
         pass
     if device.type != "cuda":
         return host, host
-    free = torch.cuda.mem_get_info(device)[0]
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return float(free + unused), host / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return float(free_bytes(device)), host / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 class Copies:

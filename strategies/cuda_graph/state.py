@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from strategies.region_state import entries_of
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 EQUAL = (*PLAIN, torch.device, torch.dtype)  # compared by value
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -120,15 +122,6 @@ def same(now: Any, then: Any) -> bool:
     if isinstance(now, dict):
         return list(now) == list(then) and all(map(same, now.values(), then.values()))
     return False
-
-
-def entries_of(container: Any) -> Any:
-    """What ``container`` holds, to compare later."""
-    if isinstance(container, dict):  # not by methods that a subclass may have replaced
-        return (*dict.keys(container), *dict.values(container))
-    if isinstance(container, Mapping):
-        return (*container.keys(), *container.values())
-    return frozenset(container) if isinstance(container, set) else tuple(container)
 
 
 def changed_entry(container: Any, label: str, then: Any) -> str | None:

@@ -32,11 +32,12 @@ from strategies.cuda_graph.capture import (
 from strategies.cuda_graph.index import IndexWatch
 from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.repeat import Left, Repeating, tensors_of
-from strategies.cuda_graph.state import HostState, Value, entries_of, named
+from strategies.cuda_graph.state import HostState, Value, named
 from strategies.errors import root_of
 from strategies.loop import Loop, MicroBatch, RunMicroBatch, StepHook
 from strategies.optimizer.step import GraphedStep, graphed
 from strategies.prepare import collected_later
+from strategies.region_state import entries_of
 from strategies.torch_patches import UnreducedGradients, as_capturing, settle_shards
 
 MAX_CONSTANTS = 3

@@ -27,8 +27,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from strategies.cuda_graph.state import CONTAINERS, PLAIN, Value, entries_of, named
+from strategies.cuda_graph.state import CONTAINERS, PLAIN, Value, named
 from strategies.errors import TORCH_AND_LIGHTNING, is_ours, origin_of, users_line
+from strategies.region_state import entries_of
 
 MAX_ENTRIES = 100_000
 """Longest container that is compared before every step."""

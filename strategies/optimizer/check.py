@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.compare import SINGLE, Difference, compare
+from strategies.memory import free_bytes
 from strategies.optimizer.calls import FORMS, Call, Lists, Reader
 
 MAX_EXACT = 1 << 20
@@ -48,10 +49,7 @@ def fits_memory(tensors: Sequence[Any]) -> bool:
     on_cuda = [one for one in tensors if isinstance(one, Tensor) and one.is_cuda]
     if not on_cuda:
         return True
-    device = on_cuda[0].device
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 2 * sum(one.nbytes for one in on_cuda) <= SHARE * free
+    return 2 * sum(one.nbytes for one in on_cuda) <= SHARE * free_bytes(on_cuda[0].device)
 
 
 @torch.no_grad()
