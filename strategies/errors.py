@@ -58,16 +58,6 @@ def is_recompile_limit(error: BaseException) -> bool:
     )
 
 
-def is_double_backward(error: BaseException) -> bool:
-    """Whether a gradient was to be taken of a gradient, or could have been, which AOTAutograd does not support."""
-    return "does not currently support double backward" in str(error) or needs_kept_buffers(error)
-
-
-def needs_kept_buffers(error: BaseException) -> bool:
-    """Whether a backward was to keep its graph (``retain_graph=True``), and was compiled to write over it."""
-    return "compiled with non-empty donated buffers" in str(error)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error``, or what it was raised from, is a host or device without memory."""
     import torch

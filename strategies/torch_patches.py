@@ -111,17 +111,6 @@ def faults_avoided() -> Iterator[None]:
         yield
 
 
-def keep_buffers() -> bool:
-    """Compile backwards anew that leave alone what their forward has saved, until ``compiler_settings`` ends; returns
-    whether that is a change. Torch sees a graph that is to be kept only where the first backward compiles it, not
-    where it compiles that earlier: with symbolic sizes, or with several processes (below)."""
-    import torch._functorch.config as config
-
-    changes, config.donated_buffer = config.donated_buffer, False
-    torch._dynamo.reset()
-    return changes
-
-
 @contextlib.contextmanager
 def one_compile_for_all_ranks() -> Iterator[None]:
     """Until the block ends, of the processes that share Inductor's cache directory one compiles a graph; the others

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program
 from strategies.base import holds
-from strategies.compare import Difference, rounding_unit
+from strategies.compare import Difference
 from strategies.errors import is_recompile_limit
 from strategies.loop import Loop, StepHook, gathered
 from strategies.optimizer import installed
@@ -77,13 +77,13 @@ class Checks(StepHook):
         self._forget = loop.around_save(self._note_checkpoint)
         self.facts = AuditFacts(verdict="not audited", reason=SHARDED if program.sharded else NOT_AUDITED)
         self._first: list[Check] = []
+        self._news = True
+        """Whether the record's facts on the first checks are not what was found since."""
         self._copies, self._peak_without = 0, 0
         self._in_step = False
         if program.step is not None:
             program.step.holds_copies = self._hold_copies
         checking = program.checking
-        checking.mode = "off" if program.sharded else guarding.parity
-        checking.unit = rounding_unit(program.precision, loop.device, loop.module)
         checking.begin, checking.report, checking.clock = self._begin, self._report, time.perf_counter
         checking.may_spend = self._has_time
         holders = {path.rpartition(".")[0] for path in (region.path for region in program.regions) if path}
@@ -172,17 +172,21 @@ class Checks(StepHook):
             # Steps before ran eager: their memory is no compiled one's.
             compiled |= any(one.state == "compiled" for one in new)
             if kind.failure is not None and new:
+                self._news = True
                 self._fell_back(kind, new)
         for update in updates:
             if update.reason and update not in self._fell:
                 self._fell.append(update)
+                self._news = True
                 self._step_fell_back(update)
         if self._checked:
             self._checked = False
             hardware.count_peak_from(self._loop.device, 0 if compiled else self._peak)
         self._count_repetitions()
         self._tell_others()
-        self._write_parity()
+        if self._news:
+            self._news = False
+            self._write_parity()
 
     def _take_from_others(self, kinds: list[Kind], updates: list[Update]) -> None:
         """What runs eager on one process does so on all, for the same reason, and is as good as the worst says."""
@@ -275,10 +279,10 @@ class Checks(StepHook):
         if not check.audit:
             self._telemetry.disturb()
             self._first.append(check)
+            self._news = True
             return
         facts, step = self.facts, self._loop.steps_done + self._in_step
         facts.seconds = round(facts.seconds + check.seconds, 4)
-        self._telemetry.audit_seconds += check.seconds
         if step not in facts.steps:
             facts.steps.append(step)
         if check.outcome.skipped is not None:
@@ -318,7 +322,6 @@ class Checks(StepHook):
             return
         step = self._loop.steps_done
         for audit in self._capture.audits[self._repetitions :]:
-            self._telemetry.audit_seconds += audit.seconds
             if not audit.first:
                 self.facts.seconds = round(self.facts.seconds + audit.seconds, 4)
                 if step not in self.facts.steps:

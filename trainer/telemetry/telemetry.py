@@ -81,7 +81,6 @@ class Telemetry:
         self._shapes = SeenShapes()
         self.meter = Meter(warmup_steps=warmup_steps)
         self.pause_seconds = 0.0
-        self.audit_seconds = 0.0
         self._profile = profile
         self._profiler: StepProfiler | None = None
         self._after: str | None = None
