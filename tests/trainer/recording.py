@@ -11,6 +11,7 @@ import contextlib
 import linecache
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from unittest import mock
@@ -30,6 +31,10 @@ aten = torch.ops.aten
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 """A mask among their indices is turned into positions, whose number the host has to know."""
 REFUSED = "operation not permitted when stream is capturing"
+
+
+_ONE_THREAD = threading.RLock()
+"""Held by what patches torch: patches of two threads that overlap would stay for good."""
 
 
 class Recorder(TorchDispatchMode):
@@ -122,7 +127,7 @@ class RecordingEngine:
 
     def eager(self, call: Callable[[], Any]) -> Any:
         self.eager_calls += 1
-        with as_capturing():
+        with _ONE_THREAD, as_capturing():
             return call()
 
     @contextlib.contextmanager
@@ -146,6 +151,7 @@ class RecordingEngine:
         recorder = Recorder()
         try:
             with (
+                _ONE_THREAD,
                 as_capturing(),
                 torch.compiler.set_stance("fail_on_recompile"),
                 without_reading(),
