@@ -515,18 +515,18 @@ class FunctionalUpdate(Update):
     # ---- for graphs --------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
+        """Bring the device's numbers up to date; a step that is recorded begins with them, and its graph repeats it."""
         if self.reason:
             self._torchs_own().prepare()
+        elif self._plan is not None and self._plan.in_time():
+            self._plan.refresh([numbers_of(group) for group in self.optimizer.param_groups])
 
     def count(self) -> None:
         if self.reason:
             self._torchs_own().count()
             return
-        plan = self._plan
-        assert plan is not None, "a step was made"
-        plan.in_time()
-        plan.refresh([numbers_of(group) for group in self.optimizer.param_groups])
-        plan.count()
+        assert self._plan is not None, "a step was made"
+        self._plan.count()
 
     def constants(self) -> Hashable:
         """What a graph has taken by value: the numbers of each group but those that are read from the device, and the

@@ -395,6 +395,7 @@ def test_a_replay_counts_and_writes_its_rates_and_knows_when_it_does_not_fit() -
     number = update.constants()
     assert number == first, "a graph that is captured after a step or two has the same key"
     optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.75))
+    update.prepare()
     assert update.constants() == number
     update.count()
     assert {float(entry["step"]) for entry in optimizer.state.values()} == {3.0}
@@ -404,6 +405,20 @@ def test_a_replay_counts_and_writes_its_rates_and_knows_when_it_does_not_fit() -
     optimizer.param_groups[0]["weight_decay"] = 0.01
     optimizer.state[module.head.bias]["step"].zero_()
     assert update.constants() != number, "one graph has one count for all"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_recorded_step_begins_with_the_numbers_that_it_reads() -> None:
+    both = Both(adamw)
+    both.train(3)
+    for step in range(3):
+        for optimizer in both.optimizers:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        both.update.prepare()
+        before = [float(one) for one in both.update.scalars()]
+        both.train(1)
+        assert [float(one) for one in both.update.scalars()] == before
+    both.are_alike()
 
 
 @pytest.mark.usefixtures("graphs")

@@ -86,6 +86,7 @@ def test_a_captured_step_follows_a_schedule() -> None:
         for optimizer in optimizers:
             optimizer.param_groups[0].update(lr=1e-3 / (1 + step), betas=(0.8 + step / 100, 0.99))
         optimizers[0].step()
+        update.prepare()
         update.count()
         graph.replay()
     assert update.constants() == number
