@@ -583,8 +583,10 @@ class StepGraphs:
 
     def _watched(self, shape: Shape, batch: Any, calls: StepCalls) -> Any:
         """Without a graph, looking for what no capture permits; again and again, for a first step may fill a cache."""
-        with self._engine.watching() as shape.waits:
+        with self._engine.watching() as waits:
             results = self.eager(calls.run, batch, for_good=False)
+        shape.steady = self.parts.steady()
+        shape.waits = waits if shape.steady else []  # checks and compilers wait, too, and are in no capture
         self._in_vain(shape, shape.waits)
         return results
 
@@ -620,7 +622,6 @@ class StepGraphs:
         self.parts.begin()
         with self.parts.alone():
             results = self._watched(shape, batch, calls)
-        shape.steady = self.parts.steady()
         if record is not None:
             self._end(variant, record, results, calls)
         as_captured = shape.steady and not shape.waits

@@ -399,11 +399,15 @@ class _Parts(CompiledParts):
     def __init__(self, program: Program, optimizer: Callable[[], GraphedStep | None]) -> None:
         self._program, self._optimizer = program, optimizer
         self._before: set[int] = set()
+        self._optimizer_was_ready = True
 
     def ready(self) -> bool:
-        optimizer = self._optimizer()
         regions = (one for one in self._program.regions if one.called)
-        return (optimizer is None or optimizer.ready) and all(one.state in ("compiled", "failed") for one in regions)
+        return self._optimizer_is_ready() and all(one.state in ("compiled", "failed") for one in regions)
+
+    def _optimizer_is_ready(self) -> bool:
+        optimizer = self._optimizer()
+        return optimizer is None or optimizer.ready
 
     def due(self) -> bool:
         return bool(self._due())
@@ -418,10 +422,11 @@ class _Parts(CompiledParts):
             checking.audited = before
 
     def begin(self) -> None:
-        self._before = self._due()
+        self._before, self._optimizer_was_ready = self._due(), self._optimizer_is_ready()
 
     def steady(self) -> bool:
-        return not any(one.ran_eager for one in self._program.regions) and self._due() <= self._before
+        ran_eager = any(one.ran_eager for one in self._program.regions)
+        return self._optimizer_was_ready and not ran_eager and self._due() <= self._before
 
     def _due(self) -> set[int]:
         checking = self._program.checking

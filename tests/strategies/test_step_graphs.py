@@ -23,6 +23,7 @@ from strategies.cuda_graph.capture import (
     MAX_RECORDS,
     MAX_WAIT,
     CaptureFailed,
+    CompiledParts,
     NotRun,
     Observation,
     StateChanges,
@@ -466,6 +467,30 @@ def test_what_no_capture_permits_is_seen_before_one_is_tried(engine: Failing) ->
         graphs.run("step", torch.ones(4), Reads(host), name="step")
     assert (graphs.captures, host.calls) == (0, 8), "nothing was called in vain"
     assert graphs.refusals == ["operation not permitted when stream is capturing"]
+
+
+def test_what_a_check_within_a_step_waits_for_is_none_of_the_steps(engine: Failing) -> None:
+    class Checked(CompiledParts):
+        """Compiled code that is compared with eager in some steps."""
+
+        now = True
+
+        def steady(self) -> bool:
+            return not self.now
+
+    class Reads(Multiplies):
+        def run(self, batch: Any) -> Any:
+            if parts.now:
+                float(batch.sum())
+            return super().run(batch)
+
+    graphs, host, parts = StepGraphs(engine), Host(), Checked()
+    graphs.parts = parts
+    for step in range(12):
+        parts.now = step < 5
+        graphs.run("step", torch.ones(4), Reads(host), name="step")
+    assert graphs.refusals == []
+    assert graphs.captures == 1
 
 
 def test_steps_left_out_run_in_python_and_graphs_stay(engine: Failing) -> None:
