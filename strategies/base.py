@@ -269,14 +269,22 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
     import torch._dynamo.config as config
     import torch._functorch.config as autograd_config
 
-    from strategies.torch_patches import embeddings_as_in_eager, faults_avoided, one_compile_for_all_ranks
+    from strategies.torch_patches import (
+        embeddings_as_in_eager,
+        faults_avoided,
+        graphs_may_be_left_out,
+        one_compile_for_all_ranks,
+    )
 
     # A graph may be kept (retain_graph=True) at any step, so that no backward writes over what its forward has saved. A
     # backward is compiled with its forward: one that does not compile is found before anything of the step has run.
     graphs = autograd_config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True)
     of_dynamo = {name: value for name, value in settings.items() if name != "embedding_gradient"}
     embeddings = contextlib.nullcontext() if "embedding_gradient" in settings else embeddings_as_in_eager()
-    with config.patch(of_dynamo), graphs, faults_avoided(), one_compile_for_all_ranks(), embeddings:
+    patches = (faults_avoided(), graphs_may_be_left_out(), one_compile_for_all_ranks(), embeddings)
+    with config.patch(of_dynamo), graphs, contextlib.ExitStack() as patched:
+        for each in patches:
+            patched.enter_context(each)
         yield
 
 

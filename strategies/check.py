@@ -5,8 +5,9 @@ what is written to inputs are compared. Nothing outside of the region runs again
 is put back. The tolerance comes from a more exact run: in double precision, in single precision where autocast lowers
 it, or, where the region draws random numbers (which would be others), with weights and inputs one rounding off.
 
-Where a compiler draws other random numbers than eager (Inductor's dropout), runs of both under several seeds are
-compared as samples: their means may differ by what the spread between seeds explains.
+Where Inductor draws other random numbers than eager (dropout), eager draws them as Inductor does, see ``draws``. Where
+that is not what it did, runs of both under several seeds are compared as samples: their means may differ by what the
+spread between seeds explains.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,16 +27,22 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from strategies.compare import CONSTANTS, SINGLE, UNCALIBRATED, Difference, Tensors, beyond, compare
+from strategies.draws import InductorDraws
 from strategies.errors import is_compile_error, is_out_of_memory
 from strategies.region_state import Changed, RegionState, drew_random_numbers, random_state
 from strategies.side_effects import refused_elsewhere
+from strategies.torch_patches import without_inductors_graphs
 
 SEED = 2**31 - 1
 """Of output gradients and perturbations; seeds of several runs count from here."""
 SEEDS = (8, 24)
 """Runs of each arm whose random numbers differ: few are looked at first, more before a difference counts."""
+HALF_SCALE = 1024.0
+"""Gradient of a loss in 16-bit floats, as a ``GradScaler`` makes it: others would be below their smallest number."""
 ROUNDED = 4
 """Runs of eager, under some of the same seeds, with weights and inputs a rounding off."""
+TRIES = 3
+"""Seeds under each of which eager that draws as Inductor has to differ: numbers next to a rate may round either way."""
 ERRORS = 7.0
 """Standard errors that two means may be apart: with 14 degrees of freedom or more, that is no chance."""
 
@@ -51,7 +57,8 @@ class Outcome:
     skipped: str | None = None
     """Why nothing was compared."""
     how: str = ""
-    """What the tolerance was made of: ``exact``, ``rounding`` or ``seeds``."""
+    """What the tolerance was made of: ``exact``, ``rounding``, ``draws`` (exact, by Inductor's random numbers) or
+    ``seeds``."""
     reached: list[frozenset[str]] = field(default_factory=list)
     """For each tensor among the outputs, the names of parameters that its gradient reaches."""
     finite: bool = True
@@ -95,6 +102,7 @@ def check_call(
     multiple: float = 6.0,
     whole: bool = False,
     draws_alike: bool = True,
+    drew_as_inductor: bool | None = None,
     changed: list[Changed] | None = None,
 ) -> Outcome:
     """Compare ``compiled``, called as ``module`` is, with the module's own call. The state afterwards is as before.
@@ -106,6 +114,8 @@ def check_call(
         whole: Whether the compiler takes a forward as a whole or not at all (``fullgraph``).
         changed: What the compiler has seen the forward change elsewhere so far; what it sees is added.
         draws_alike: Whether compiled code draws eager's random numbers where its generators end in eager's state.
+        drew_as_inductor: Whether eager that draws as Inductor has agreed with this code before, so that it has to; None
+            = nobody knows.
 
     Raises what eager raises on the copies.
     """
@@ -113,7 +123,12 @@ def check_call(
     if state.cannot_restore:
         return Outcome(skipped=f"its forward may use up {', '.join([*dict.fromkeys(state.cannot_restore)][:3])}")
     runs = _Runs(module, args, kwargs, state)
-    asked = partial(_compared, runs, compiled, unit, multiple, whole=whole, draws_alike=draws_alike)
+    how: dict[str, Any] = {"whole": whole, "draws_alike": draws_alike, "aligned": drew_as_inductor}
+
+    def asked() -> Outcome:
+        with without_inductors_graphs():
+            return _compared(runs, compiled, unit, multiple, **how)
+
     torch.clear_autocast_cache()  # casts made here belong to no graph of the step
     hooks = _take_saved_tensors_hooks()
     try:
@@ -136,11 +151,19 @@ def check_call(
 
 
 def _compared(
-    runs: _Runs, compiled: Callable[..., Any], unit: float, multiple: float, *, whole: bool, draws_alike: bool
+    runs: _Runs,
+    compiled: Callable[..., Any],
+    unit: float,
+    multiple: float,
+    *,
+    whole: bool,
+    draws_alike: bool,
+    aligned: bool | None,
 ) -> Outcome:
     seen: _Run | None = None
     error: Exception | None = None
     ended = b""
+    of_one_graph = True
 
     def run_compiled(calls: int = 1) -> None:
         nonlocal seen, error, ended
@@ -164,7 +187,7 @@ def _compared(
             return Outcome(error=error)
         if runs.state.may_change:  # what runs between its graphs is not seen
             return Outcome(skipped=f"its forward may change {', '.join([*dict.fromkeys(runs.state.may_change)][:3])}")
-        seen = error = None
+        seen, error, of_one_graph = None, None, False
     eager = runs.run(runs.module._call_impl)
     draws, eager_ended = runs.drew, runs.ended
     if seen is None and error is None:
@@ -172,14 +195,20 @@ def _compared(
     outcome = Outcome(reached=eager.reached, error=error, finite=eager.finite)
     if seen is None:
         return outcome
-    exact, outcome.how = runs.exact(unit) if not draws else runs.rounded(unit)
-    outcome.differences = _differences(eager, seen, exact, unit, multiple)
-    if draws and outcome.wrong and not (draws_alike and ended == eager_ended):
-        outcome.how = "seeds"
-        for seeds in SEEDS:
-            outcome.differences = runs.across_seeds(compiled, seeds, unit, multiple)
-            if not outcome.wrong:
-                break
+    if not draws or (draws_alike and ended == eager_ended):
+        exact, outcome.how = runs.exact(unit) if not draws else runs.rounded(unit)
+        outcome.differences = _differences(eager, seen, exact, unit, multiple)
+    else:
+        found = None
+        if not draws_alike and aligned is not False and of_one_graph:  # each graph draws seeds of its own
+            found = runs.drawn_as_inductor(compiled, seen, unit, multiple)
+        outcome.how, outcome.differences = "draws", found or []
+        if found is None or (beyond(found) and not aligned):
+            outcome.how = "seeds"
+            for seeds in SEEDS:
+                outcome.differences = runs.across_seeds(compiled, seeds, unit, multiple)
+                if not outcome.wrong:
+                    break
     if eager.left != runs.state.began:  # its next call may read what it has left; where that is a guard, all is well
         with torch.compiler.set_stance("fail_on_recompile"):
             run_compiled(calls=2)
@@ -263,6 +292,7 @@ class _Runs:
         self.module, self._given, self.state = module, (args, kwargs), state
         self._altered = self._finite = False
         self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self._of_loss = HALF_SCALE if _in_half_precision(module) else 1.0
         self.drew = False
         """Whether the last run drew random numbers."""
         self.ended = b""
@@ -276,9 +306,11 @@ class _Runs:
         seed: int | None = None,
         off: float = 0.0,
         calls: int = 1,
+        draws: InductorDraws | None = None,
     ) -> _Run:
         """Forward and backward. Floating-point inputs are cast to ``dtype``; under ``seed`` other random numbers are
-        drawn; inputs are ``off`` by a rounding, relative. Of several ``calls``, the last is looked at."""
+        drawn, and as ``draws`` does; inputs are ``off`` by a rounding, relative. Of several ``calls``, the last is
+        looked at."""
         self.state.restore(weights=not self._altered)
         torch.clear_autocast_cache()
         if seed is not None:
@@ -288,7 +320,8 @@ class _Runs:
             call(*args, **kwargs)
         before = random_state()
         (args, kwargs), inputs, versions = _copied(self._given, dtype, off, finite=self._finite)
-        result = call(*args, **kwargs)
+        with contextlib.nullcontext() if draws is None else draws:
+            result = call(*args, **kwargs)
         tensors, plain = _taken_apart(result)
         after = random_state()
         self.drew = drew_random_numbers(before, after)
@@ -315,7 +348,7 @@ class _Runs:
             if one.device not in generators:
                 generators[one.device] = torch.Generator(one.device).manual_seed(SEED)
             drawn = torch.randn(one.shape, generator=generators[one.device], device=one.device)
-            weights.append((drawn if one.dim() else torch.ones_like(drawn)).to(one.dtype))
+            weights.append((drawn if one.dim() else torch.full_like(drawn, self._of_loss)).to(one.dtype))
         every = [*wanted.values(), *of_inputs.values()]
         with _without_hooks(self.module):
             found = torch.autograd.grad(list(roots.values()), every, weights, allow_unused=True)
@@ -336,24 +369,56 @@ class _Runs:
         finally:
             self._altered, self._finite = before
 
-    def exact(self, unit: float) -> tuple[_Run | None, str]:
-        """Eager once more in a higher precision, or a rounding off where that fails."""
+    def exact(self, unit: float, drawn: list[Tensor] | None = None) -> tuple[_Run | None, str]:
+        """Eager once more in a higher precision, or a rounding off where that fails; with numbers ``drawn`` before."""
+        draws = None if drawn is None else InductorDraws(drawn=drawn)
         lowered = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
         low = any(one.dtype in (torch.bfloat16, torch.float16) for one in self.module.parameters())
         dtype = torch.float32 if lowered or low else torch.float64
         try:
             with _in_precision(self.module, dtype), _without_autocast(), self.altering():
-                return self.run(self.module._call_impl, dtype=dtype), "exact"
+                return self.run(self.module._call_impl, dtype=dtype, draws=draws), "exact"
         except Exception:  # a kernel for one precision alone, or too little memory
-            return self.rounded(unit)
+            return self.rounded(unit, drawn)
 
-    def rounded(self, unit: float) -> tuple[_Run | None, str]:
+    def rounded(
+        self, unit: float, drawn: list[Tensor] | None = None, seed: int | None = None
+    ) -> tuple[_Run | None, str]:
         """Eager once more with weights and inputs one rounding off; random numbers are the same."""
+        draws = None if drawn is None else InductorDraws(drawn=drawn)
         try:
             with _perturbed(self.module, unit), self.altering():
-                return self.run(self.module._call_impl, off=unit), "rounding"
+                return self.run(self.module._call_impl, off=unit, draws=draws, seed=seed), "rounding"
         except Exception:
             return None, "none"
+
+    def drawn_as_inductor(
+        self, compiled: Callable[..., Any], seen: _Run, unit: float, multiple: float
+    ) -> list[Difference] | None:
+        """Differences from eager that draws random numbers as Inductor does, under the first of some seeds where there
+        are none beyond tolerance; ``seen``: compiled code under the present one. None where eager cannot."""
+        eager, found = self.module._call_impl, None
+        try:
+            counting = InductorDraws()
+            self.run(eager, draws=counting)
+            for number in range(TRIES):
+                seed = SEED + number if number else None
+                draws = InductorDraws(counting.counted)
+                expected = self.run(eager, draws=draws, seed=seed)
+                if seed is not None:
+                    seen = self.run(compiled, seed=seed)
+                if draws.passed:  # kernels of another precision would draw other numbers
+                    exact, _ = self.rounded(unit, draws.drawn, seed)
+                else:
+                    exact, _ = self.exact(unit, draws.drawn)
+                found = _differences(expected, seen, exact, unit, multiple)
+                if not beyond(found):
+                    break
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return None
+        return found
 
     def across_seeds(self, compiled: Callable[..., Any], seeds: int, unit: float, multiple: float) -> list[Difference]:
         """Both arms under as many seeds; differences of means over what the spread between seeds, and rounding under
@@ -529,6 +594,11 @@ def _reached(output: Tensor, parameters: Tensors) -> frozenset[str]:
             found.add(names[id(variable)])
         waiting.extend(one for one, _ in node.next_functions)
     return frozenset(found)
+
+
+def _in_half_precision(module: nn.Module) -> bool:
+    kinds = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return torch.float16 in kinds or any(one.dtype == torch.float16 for one in module.parameters())
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ class Proof:
     with_gradients: bool = True
     """Whether it was called where gradients are recorded."""
     looks: int = 0
+    drew_as_inductor: bool | None = None
+    """Whether eager that draws random numbers as Inductor does agreed once; None where nobody knows."""
     clean: bool = False
     """Whether the last look found eager's results: proven from the next step on."""
     proven: bool = False
@@ -322,6 +324,7 @@ class Region:
                 multiple=MULTIPLES[checking.mode],
                 whole=bool(self.arguments.get("fullgraph")),
                 draws_alike=draws_alike(self.arguments),
+                drew_as_inductor=proof.drew_as_inductor,
                 changed=kind.changed,
             )
         except Exception as error:  # eager's own error, which the step is about to raise itself, or one of copies alone
@@ -342,6 +345,8 @@ class Region:
             proof.suspected, proof.suspect, proof.suspected_at = wrong, self, proof.looks
             proof.proven = proof.clean = False
         else:
+            if outcome.how in ("draws", "seeds"):
+                proof.drew_as_inductor = outcome.how == "draws"
             if proof.suspect in (None, self):  # another region's clean look clears nobody
                 proof.suspected, proof.suspect, proof.clean = [], None, True
             if any(one != outcome.reached[0] for one in outcome.reached):

@@ -111,6 +111,44 @@ def faults_avoided() -> Iterator[None]:
         yield
 
 
+_graphs_left_out = False
+
+
+@contextlib.contextmanager
+def graphs_may_be_left_out() -> Iterator[None]:
+    """Until the block ends, Inductor's CUDA graphs run as plain kernels within ``without_inductors_graphs``.
+
+    All versions of torch so far: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/cudagraph_trees.py
+    (CUDAGraphTreeManager.run).
+    """
+    if not is_prepared() or not torch.cuda.is_available():
+        yield
+        return
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    run = CUDAGraphTreeManager.run
+
+    def run_here(self: Any, new_inputs: list[Any], function_id: Any) -> Any:
+        if _graphs_left_out:
+            return self.ids_to_funcs[function_id].model(new_inputs)
+        return run(self, new_inputs, function_id)
+
+    with mock.patch.object(CUDAGraphTreeManager, "run", run_here):
+        yield
+
+
+@contextlib.contextmanager
+def without_inductors_graphs() -> Iterator[None]:
+    """Inside, compiled code launches its kernels one by one. A check between two regions of a step would end the
+    generation of graphs whose outputs the step still holds, or be recorded as a part of it."""
+    global _graphs_left_out
+    before, _graphs_left_out = _graphs_left_out, True
+    try:
+        yield
+    finally:
+        _graphs_left_out = before
+
+
 @contextlib.contextmanager
 def one_compile_for_all_ranks() -> Iterator[None]:
     """Until the block ends, of the processes that share Inductor's cache directory one compiles a graph; the others

@@ -16,7 +16,8 @@ from tests.trainer.test_step_capture import UNSEEN, Counted, Net, ReadsInItsBack
 
 pytestmark = pytest.mark.gpu
 ON_GPU: dict[str, Any] = {"accelerator": "gpu", "devices": 1}
-REGION: Sequence[Strategy] = (Regional(blocks=[], parts=["net"]),)
+REGION: Sequence[Strategy] = (Regional(blocks=[], parts=["net"], options={"fallback_random": True}),)
+"""With eager's dropout."""
 
 
 @pytest.mark.parametrize("strategies", [(), REGION], ids=["cuda_graph", "regional-cuda_graph"])
