@@ -1,4 +1,4 @@
-"""Other people's models as ordinary Lightning modules: eleven kinds of transformers, timm and torchvision, and a U-Net.
+"""Other people's models as ordinary Lightning modules: thirteen of transformers, timm and torchvision, and a U-Net.
 
 Each comes tiny, for a CPU, and in the size of a real run, with random weights and batches drawn on the device at hand.
 """
@@ -160,7 +160,8 @@ def _batch(name: str, tiny: bool, mask: bool, generator: torch.Generator) -> Bat
     if name in IMAGES:
         rows, pixels = (4, IMAGES[name][0]) if tiny else IMAGES[name][1:]
         images = torch.randn(rows, 3, pixels, pixels, generator=generator)
-        return {"pixel_values": images, "labels": torch.randint(0, CLASSES, (rows,), generator=generator)}
+        labelled = (rows, pixels, pixels) if name == "segformer" else (rows,)
+        return {"pixel_values": images, "labels": torch.randint(0, CLASSES, labelled, generator=generator)}
     rows, length = (2, 12) if tiny else {"t5": (32, 128), "whisper": (8, 64)}.get(name, (8, 512))
     if name == "whisper":
         features = torch.randn(rows, 16 if tiny else 80, 40 if tiny else 3000, generator=generator)
@@ -173,7 +174,7 @@ def _batch(name: str, tiny: bool, mask: bool, generator: torch.Generator) -> Bat
     return batch
 
 
-def _decoder(kind: str) -> Callable[..., Stranger]:
+def _decoder(kind: str, config_kind: str | None = None) -> Callable[..., Stranger]:
     def build(tiny: bool, **config: Any) -> Stranger:
         import transformers
 
@@ -185,7 +186,7 @@ def _decoder(kind: str) -> Callable[..., Stranger]:
             "max_position_embeddings": 512, "use_cache": False,
             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         }  # fmt: skip
-        made = getattr(transformers, f"{kind}Config")(**{**options, **config})
+        made = getattr(transformers, f"{config_kind or kind}Config")(**{**options, **config})
         return Stranger(getattr(transformers, f"{kind}ForCausalLM")(made))
 
     return build
@@ -225,6 +226,15 @@ def _vit(tiny: bool, **config: Any) -> Stranger:
             "image_size": 32, "patch_size": 8,
         }  # fmt: skip
     return Stranger(ViTForImageClassification(ViTConfig(**{**options, **config})))
+
+
+def _segformer(tiny: bool, **config: Any) -> Stranger:
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    options = {"num_labels": CLASSES}
+    if tiny:
+        options |= {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16}
+    return Stranger(SegformerForSemanticSegmentation(SegformerConfig(**{**options, **config})))
 
 
 def _whisper(tiny: bool, **config: Any) -> Stranger:
@@ -272,16 +282,18 @@ def _unet(tiny: bool, **config: Any) -> Stranger:
 
 IMAGES = {
     "vit": (32, 64, 224), "convnext": (32, 64, 224), "swin": (32, 64, 224), "efficientnet": (64, 64, 224),
-    "maxvit": (64, 32, 224), "unet": (16, 32, 64),
+    "maxvit": (64, 32, 224), "segformer": (32, 16, 224), "unet": (16, 32, 64),
 }  # fmt: skip
 """Pixels of the tiny model's images, then rows and pixels of the real one's."""
 
 MODELS: dict[str, Callable[..., Stranger]] = {
     "llama": _decoder("Llama"),
     "qwen3": _decoder("Qwen3"),
+    "gemma3": _decoder("Gemma3", "Gemma3Text"),
     "t5": _t5,
     "modernbert": _modernbert,
     "vit": _vit,
+    "segformer": _segformer,
     "whisper": _whisper,
     "convnext": _timm("convnext_atto", "convnext_tiny", depths=(1, 1, 2, 1), dims=(8, 16, 16, 32)),
     "swin": _swin,

@@ -4,12 +4,15 @@
         --steps 200 --out strangers.jsonl
 
 ``llama:mask`` is Llama with padded batches and an ``attention_mask``. Each arm is a process of its own with empty
-compile caches; one that fails or takes too long is a line that says so. ``--smoke`` runs tiny models on a CPU.
+compile caches; one that fails or takes too long is a line that says so. ``--seeds 4`` trains four times in that
+process, with other weights: the column ``eager_parts`` counts what was called different, or does not compile.
+``--smoke`` runs tiny models on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("model", "arm", "steps_per_second", "compile_seconds", "graphs", "replayed", "parity", "loss", "outcome")
+COLUMNS = ("model", "arm", "seed", "steps_per_second", "compile_seconds", "warmup_seconds", "graphs", "replayed",
+           "parity", "audits", "eager_parts", "loss", "outcome")  # fmt: skip
 ARMS = "eager,regional+cuda_graph,whole+cuda_graph,auto"
 
 
@@ -27,7 +31,8 @@ def main() -> None:
     """Run every arm of every model, or one of them where ``--one`` says so."""
     options = _options()
     if options.one:
-        print(json.dumps(_train(options.one[0], options.one[1], options)))
+        for seed in range(options.seeds):
+            print(json.dumps(_train(options.one[0], options.one[1], seed, options)), flush=True)
         return
     from tests.strangers import MODELS
 
@@ -36,14 +41,15 @@ def main() -> None:
     rows = []
     for model in models:
         for arm in options.arms.split(","):
-            row = _in_a_process(model, arm, options, min(options.arm_seconds, ends - time.monotonic()))
-            rows.append(row)
-            print(_line(row), flush=True)
-            for reason in row.get("refused", []) + row.get("notes", []):
-                print(f"    {reason}", flush=True)
-            if options.out:
-                with Path(options.out).open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            for row in _in_a_process(model, arm, options, min(options.arm_seconds, ends - time.monotonic())):
+                rows.append(row)
+                print(_line(row), flush=True)
+                eager = [f"{name}: {reason}" for name, reason in row.get("eager_parts", {}).items()]
+                for reason in row.get("refused", []) + eager + row.get("notes", []):
+                    print(f"    {reason}", flush=True)
+                if options.out:
+                    with Path(options.out).open("a") as file:
+                        file.write(json.dumps(row) + "\n")
     print("\n" + _line({column: column for column in COLUMNS}))
     for row in rows:
         print(_line(row))
@@ -54,6 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", default="all", help="names, with commas; NAME:mask = with an attention_mask")
     parser.add_argument("--arms", default=ARMS, help="strategies joined with +, arms with commas")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=1, help="trainings an arm, in one process")
     parser.add_argument("--arm-seconds", type=float, default=240.0, help="time limit of one arm")
     parser.add_argument("--total-seconds", type=float, default=3600.0, help="time limit of all arms together")
     parser.add_argument("--out", help="file that takes one JSON object an arm")
@@ -62,11 +69,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _in_a_process(model: str, arm: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+def _in_a_process(model: str, arm: str, options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
+    """A row a training, and one more where the last did not end."""
     row: dict[str, Any] = {"model": model, "arm": arm}
     if seconds <= 1:
-        return {**row, "outcome": "left out, the total time was used up"}
+        return [{**row, "outcome": "left out, the total time was used up"}]
     command = [sys.executable, "-m", "tests.gpu.strangers", "--one", model, arm, "--steps", str(options.steps)]
+    command += ["--seeds", str(options.seeds)]
     with tempfile.TemporaryDirectory() as caches:
         places = {name: f"{caches}/{name.lower()}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
         try:
@@ -77,15 +86,16 @@ def _in_a_process(model: str, arm: str, options: argparse.Namespace, seconds: fl
                 text=True,
                 timeout=seconds,
             )
-        except subprocess.TimeoutExpired:
-            return {**row, "outcome": f"stopped after {seconds:.0f} s"}
-    lines = ended.stdout.splitlines()
-    if ended.returncode == 0 and lines:
-        return {**row, **json.loads(lines[-1]), "outcome": "ended"}
-    return {**row, "outcome": (ended.stderr.strip().splitlines() or ["no message"])[-1][:300]}
+        except subprocess.TimeoutExpired as stopped:
+            output, problem = (stopped.stdout or b"").decode(), f"stopped after {seconds:.0f} s"
+        else:
+            output, problem = ended.stdout, (ended.stderr.strip().splitlines() or ["no message"])[-1][:300]
+    lines = [line for line in output.splitlines() if line.startswith('{"seed"')]
+    done = [{**row, **json.loads(line), "outcome": "ended"} for line in lines]
+    return done if len(done) == options.seeds else [*done, {**row, "outcome": problem}]
 
 
-def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
+def _train(model: str, arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     import lightning as L
     import torch
 
@@ -106,7 +116,7 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     strategies: list[Strategy] = [kinds[name]() for name in arm.split("+") if name != "eager"]
     torch.set_float32_matmul_precision("high")
     name, _, mask = model.partition(":")
-    L.seed_everything(0, verbose=False)
+    L.seed_everything(seed, verbose=False)
     device = "cuda" if cuda else "cpu"
     with torch.device(device):
         module = make(name, tiny=options.smoke)
@@ -125,7 +135,9 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     trainer.fit(module, loader(name, tiny=options.smoke, steps=options.steps, device=device, mask=mask == "mask"))
     record = callback.record
     captured, median = record.report.get("cuda_graph", {}), record.steady_step_seconds_median
+    parity, audits = record.report.get("parity", {}), record.audits
     return {
+        "seed": seed,
         "steps_per_second": None if median is None else round(1 / median, 2),
         "compile_seconds": record.compile_seconds,
         "warmup_seconds": record.warmup_seconds,
@@ -135,7 +147,11 @@ def _train(model: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
         "graphs": captured.get("graphs"),
         "replayed": captured.get("replayed_steps"),
         "refused": captured.get("refused", []),
-        "parity": record.report.get("parity", {}).get("verdict"),
+        "parity": parity.get("verdict"),
+        "checks": parity.get("checks"),
+        "audits": None if audits is None else audits.verdict,
+        "audit_facts": None if audits is None else dataclasses.asdict(audits),
+        "eager_parts": record.eager_parts,
         "captured_parity": captured.get("parity", {}).get("verdict"),
         "chosen": [facts["name"] for facts in record.chosen_strategies or []],
         "first_loss": float(losses[0]),
@@ -150,7 +166,9 @@ def _line(row: dict[str, Any]) -> str:
     """``row`` in columns; an auto's arm names what it chose."""
     chosen = f" = {'+'.join(row['chosen']) or 'eager'}" if row["arm"] == "auto" and "chosen" in row else ""
     shown = {**row, "arm": row["arm"] + chosen}
-    widths = (15, 32, 17, 16, 7, 9, 12, 8, 0)
+    if isinstance(row.get("eager_parts"), dict):
+        shown["eager_parts"] = len(row["eager_parts"])
+    widths = (15, 32, 5, 17, 16, 15, 7, 9, 12, 12, 12, 8, 0)
     return " ".join(f"{_shown(shown.get(name)):<{width}}" for name, width in zip(COLUMNS, widths, strict=True))
 
 
