@@ -146,7 +146,7 @@ def arm_of(row: PublishedRow, shared: list[str]) -> str:
 
 def in_small(command: list[str]) -> str:
     """The experiment that is a published one's in small."""
-    from trainer.cli import CONF
+    from trainer import CONF
 
     experiment = next((word.removeprefix("experiment=") for word in command if word.startswith("experiment=")), "")
     names = (experiment if experiment.endswith("smoke") else "", f"{experiment}_smoke")

@@ -6,7 +6,6 @@ Torch is imported only inside methods, so that the command line can read these o
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import getpass
 import importlib.util
@@ -16,7 +15,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,18 +240,3 @@ def missing_toolchain() -> str | None:
     if not headers.is_file():
         return f"Inductor needs Python's headers on a CPU, {headers} is not there: install python3-dev"
     return None
-
-
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Inside, ``values`` are in the process's environment; afterwards it holds what it held of them before."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from strategies.options import environment
-from strategies.prepare import is_prepared
+from strategies.prepare import environment, is_prepared
 
 _graphs: Any = torch.cuda.graphs
 _asked: Callable[[], bool] = _graphs._cuda_isCurrentStreamCapturing

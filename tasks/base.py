@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 1024
 """Loader processes of a device: more would take a machine's memory before anything fails."""
-PAD, BEGIN, END = 0, 1, 2
-"""Ids of the special tokens."""
-SPECIAL_TOKENS = ["<pad>", "<begin>", "<end>"]
-IGNORED = -100
-"""Target that is no target: padding, or a token that was not masked. torch's default for ``cross_entropy``."""
 Ragged = tuple[tuple[str, int, float, int], ...]
 """Of each tensor of ragged length in a batch: field, dimension, padding value, positions beyond the computed length."""
 

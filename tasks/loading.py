@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tasks.base import END, PAD, SPECIAL_TOKENS, load_or_make
+from tasks.base import load_or_make
+from tasks.tokens import END, PAD, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import lightning as L
 import torch
@@ -25,7 +25,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasks.base import IGNORED, TrainedTask
+from tasks.tokens import IGNORED
+
+if TYPE_CHECKING:
+    from tasks.base import TrainedTask
 
 LARGE = 1_000_000_000
 """Parameters from which on weights are drawn on the device whatever it is: a host takes minutes for them."""

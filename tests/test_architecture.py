@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import grimp
 import pytest
 
 from strategies import STRATEGIES
@@ -147,3 +148,13 @@ def test_a_task_is_found_under_its_own_name() -> None:
 
 def test_files_that_are_marked_slow_exist() -> None:
     assert [name for name in SLOW_FILES if not (ROOT / "tests" / f"{name}.py").is_file()] == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports within functions count; those for types alone do not."""
+    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    while leaves := {module for module, others in imports.items() if not others & imports.keys()}:
+        for module in leaves:
+            del imports[module]
+    assert imports == {}, "each of these imports one that leads back to it"

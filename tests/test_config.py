@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from strategies import STRATEGIES
 from strategies.base import Strategy
 from tests.conftest import hydra_put_back
-from trainer.cli import CONF
+from trainer import CONF
 from trainer.config import known_options, register, strategy_names, to_config
 from trainer.settings import Config, TrainerConfig
 

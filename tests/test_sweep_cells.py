@@ -191,7 +191,7 @@ def test_the_launcher_has_every_option_with_its_default() -> None:
     from omegaconf import OmegaConf
 
     from tests.conftest import hydra_put_back
-    from trainer.cli import CONF
+    from trainer import CONF
     from trainer.config import register
 
     with hydra_put_back():

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+CONF = _HERE / "conf" if (_HERE / "conf" / "config.yaml").is_file() else _HERE.parent / "conf"
+"""Inside the package in a wheel, beside it in a checkout; absolute, so that the user's own conf/ is never taken."""
 
 
 def working_directory_last() -> None:

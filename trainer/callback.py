@@ -21,9 +21,10 @@ from torch.nn.parameter import is_lazy
 
 from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.lightning import LightningLoop
+from trainer.loops.logs import Logs
 from trainer.loops.private import kinds, replaced
 from trainer.loops.processes import EpochEnds, SigtermAgreement, epoch_ends
-from trainer.loops.training import CompiledTraining, Logs
+from trainer.loops.training import CompiledTraining
 from trainer.telemetry.files import flat
 from trainer.telemetry.record import FILE_NAME
 

@@ -8,7 +8,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -21,8 +21,10 @@ from trainer.loops.checkpoint_io import META, AtomicCheckpointIO, beside, damage
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import on_sigterm
 from trainer.loops.processes import Agreement
-from trainer.loops.training import CompiledTraining
 from trainer.process import StopRequest
+
+if TYPE_CHECKING:
+    from trainer.loops.training import CompiledTraining
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""

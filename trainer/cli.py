@@ -27,11 +27,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from trainer import errors, working_directory_last
+from trainer import CONF, errors, working_directory_last
 
-HERE = Path(__file__).resolve().parent
-CONF = HERE / "conf" if (HERE / "conf" / "config.yaml").is_file() else HERE.parent / "conf"
-"""Inside the package in a wheel, beside it in a checkout; absolute, so that the user's own conf/ is never taken."""
 REFUSED = 2
 """Exit code for a command that was refused before any work started."""
 _COMPOSE = Hydra.compose_config

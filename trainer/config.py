@@ -27,7 +27,7 @@ from strategies import STRATEGIES, Stage, Strategy
 from strategies.errors import refuse_credentials
 from tasks import SCHEMAS, TASKS, Task
 from tasks.base import suggest
-from trainer.cli import CONF
+from trainer import CONF
 from trainer.settings import RUN_MODES, Config
 from trainer.sweep.plan import SweepOptions, quoted
 

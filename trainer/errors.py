@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
+from trainer import CONF
 from trainer.sweep import environment
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
@@ -63,7 +64,6 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
     # Not above: the command line imports this, and then puts a user's packages of the same names behind ours.
     from tasks import SCHEMAS
     from tasks.base import suggest
-    from trainer.cli import CONF
     from trainer.config import known_options
 
     file = re.match(r"In '([^']+)': ", str(error))

@@ -24,7 +24,7 @@ from strategies.errors import one_line
 from strategies.loop import Loop
 from strategies.prepare import stop_compiling
 from trainer.console import ProgressView, print_end, shown, summary
-from trainer.loops.training import NOT_STARTED, Logs
+from trainer.loops.logs import NOT_STARTED, Logs
 from trainer.report.run_verdict import run_verdict
 from trainer.sweep.environment import origin
 from trainer.telemetry import hardware

@@ -17,22 +17,18 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strategies.base import CannotCapture, Program
+from strategies.base import CannotCapture
 from strategies.compare import Difference, beyond
 from strategies.cuda_graph.repeat import Left, RecordedStep, Repeating
 from strategies.cuda_graph.state import HostState
 from strategies.errors import first_line, users_line
-from strategies.loop import Loop
 from strategies.torch_patches import as_capturing
-
-if TYPE_CHECKING:
-    from strategies.cuda_graph.steps import StepCapture
 
 Step = Callable[[Any], Any]
 """Maps a batch to results, a tree whose tensors are results of the step."""
@@ -419,12 +415,6 @@ class StepGraphs:
     def random(self) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         """Reads and sets the state of the device's random numbers."""
         return self._engine.random_state, self._engine.set_random_state
-
-    def hook(self, loop: Loop, program: Program, *, parity: str = "on") -> StepCapture:
-        """What runs the micro-batches of ``loop`` through these graphs."""
-        from strategies.cuda_graph.steps import StepCapture
-
-        return StepCapture(loop, program, self, parity=parity)
 
     def audit_next(self) -> None:
         """Take one of the next steps without its graph, and let the graph repeat it; all processes call it."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from strategies.optimizer.step import Update
 
-ATTRIBUTE = "_compiled_update"
-"""Attribute of an optimizer that holds what stands in for its step."""
 MODES = ("default", "max-autotune-no-cudagraphs")
 INDUCTOR: dict[str, Any] = {
     # Inductor gives a buffer of its own to what is read more than once or is computed from a lot. Copying it to its
@@ -95,6 +93,8 @@ class Optimizer(CompileOptions):
         return any(not update.reason for update in _updates(program)) or self.name not in program.given_up
 
     def end(self, program: Program) -> None:
+        from strategies.optimizer.step import ATTRIBUTE
+
         for optimizer in program.optimizers:
             vars(optimizer).pop(ATTRIBUTE, None)  # its own step continues from the state as it is
 
@@ -150,12 +150,9 @@ class Optimizer(CompileOptions):
 
 
 def _updates(program: Program) -> list[Update]:
+    from strategies.optimizer.step import installed
+
     return [update for optimizer in program.optimizers if (update := installed(optimizer)) is not None]
-
-
-def installed(optimizer: torch.optim.Optimizer) -> Update | None:
-    """The update that stands in for the step of ``optimizer``, or None."""
-    return vars(optimizer).get(ATTRIBUTE)
 
 
 def reason_for_eager(optimizer: Any, program: Program) -> str | None:

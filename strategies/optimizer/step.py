@@ -23,14 +23,20 @@ from strategies.base import CannotCapture, has_another_step
 from strategies.check import Outcome
 from strategies.compare import MULTIPLES, Difference, compare
 from strategies.errors import is_compile_error, one_line
-from strategies.optimizer import ATTRIBUTE, installed
 from strategies.optimizer.check import NO_MEMORY, fits_memory
 from strategies.region import Check, Checking, State
 
 NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
 """Torch's optimizers whose steps are all alike."""
+ATTRIBUTE = "_compiled_update"
+"""Attribute of an optimizer that holds what stands in for its step."""
 COUNTS = ("step", "mu_product")
 """What an optimizer keeps of its steps, on the host unless it is ``capturable``; the last is NAdam's."""
+
+
+def installed(optimizer: torch.optim.Optimizer) -> Update | None:
+    """The update that stands in for the step of ``optimizer``, or None."""
+    return vars(optimizer).get(ATTRIBUTE)
 
 
 class GraphedStep:

@@ -15,16 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import (
-    PAD,
-    BatchCounts,
-    Loading,
-    Ragged,
-    TrainedTask,
-    require_fields,
-    require_multiple,
-    require_share,
-)
+from tasks.base import BatchCounts, Loading, Ragged, TrainedTask, require_fields, require_multiple, require_share
+from tasks.tokens import PAD
 
 if TYPE_CHECKING:
     import lightning

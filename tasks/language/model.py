@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.base import PAD
 from tasks.language.packing import attend_packed
 from tasks.module import Scores, ScoringTail, TextEmbedding, attend, class_scores, draw_weights, mlp
+from tasks.tokens import PAD
 
 if TYPE_CHECKING:
     from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork

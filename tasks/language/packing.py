@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from tasks.base import IGNORED, PAD
 from tasks.language.data import CollateMasked, MaskedBatch, MaskedDataModule, TextDataset
 from tasks.loading import ResumableSampler
 from tasks.module import attend
+from tasks.tokens import IGNORED, PAD
 
 if TYPE_CHECKING:
     from tasks.language.task import MaskedLM

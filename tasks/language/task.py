@@ -8,18 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import (
-    IGNORED,
-    PAD,
-    BatchCounts,
-    Ragged,
-    TrainedTask,
-    require_choice,
-    require_fields,
-    require_multiple,
-    require_share,
-)
+from tasks.base import BatchCounts, Ragged, TrainedTask, require_choice, require_fields, require_multiple, require_share
 from tasks.language.sources import Stdlib, TextData
+from tasks.tokens import IGNORED, PAD
 
 if TYPE_CHECKING:
     import lightning

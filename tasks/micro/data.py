@@ -16,16 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tasks.base import IGNORED
 from tasks.loading import ResumableDataModule, pad_rows
-from tasks.micro.task import CLASSES
+from tasks.micro import CLASSES, VOCABULARY
+from tasks.tokens import IGNORED
 
 PATTERN_NORM = 4.0
 """Norm of a vector's pattern, in standard deviations of the noise: easy to tell apart once the patterns are known."""
 CELLS = 4
 """Rows and columns of fields in an image's pattern."""
-VOCABULARY = 256
-"""Token ids of ragged sequences, padding among them."""
 SHORTEST = 4
 """Tokens of the shortest sequence."""
 SPREAD = 0.6

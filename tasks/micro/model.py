@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from tasks.micro.data import VOCABULARY
-from tasks.micro.task import CLASSES
+from tasks.micro import CLASSES, VOCABULARY
 from tasks.module import Attention, Scores, ScoringTail, mlp
 
 

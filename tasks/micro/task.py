@@ -6,26 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tasks.base import (
-    IGNORED,
-    PAD,
-    BatchCounts,
-    Declaration,
-    Loading,
-    Ragged,
-    TrainedTask,
-    require_fields,
-    require_memory,
-    suggest,
-)
+from tasks.base import BatchCounts, Declaration, Loading, Ragged, TrainedTask, require_fields, require_memory, suggest
+from tasks.tokens import IGNORED, PAD
 
 if TYPE_CHECKING:
     import lightning
     from torch import Tensor, nn
 
 
-CLASSES = 10
-"""Outputs of every micro model."""
 DIMENSIONS: dict[str, dict[str, int | None]] = {
     "simple_linear": {"width": 512},
     "convnet": {"width": 64, "image_size": 224},

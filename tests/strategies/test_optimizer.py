@@ -19,8 +19,7 @@ from torch.fx import GraphModule
 from torch.optim import lr_scheduler
 
 from strategies import CudaGraph, Optimizer, Program, base
-from strategies.optimizer import ATTRIBUTE, installed
-from strategies.optimizer.step import graphed
+from strategies.optimizer.step import ATTRIBUTE, graphed, installed
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Optimizer, Program
-from strategies.optimizer import installed
 from strategies.optimizer.calls import FUNCTIONS, Reader
-from strategies.optimizer.step import OwnStep, graphed, install
+from strategies.optimizer.step import OwnStep, graphed, install, installed
 from strategies.region import Checking
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from strategies import Optimizer, Program
-from strategies.optimizer import installed
+from strategies.optimizer.step import installed
 from tests.strategies.modules import Block, Stack
 
 pytestmark = pytest.mark.gpu

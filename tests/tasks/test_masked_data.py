@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.base import BEGIN, END, PAD
 from tasks.language.data import CollateMasked
 from tasks.language.sources import Stdlib, TextFiles
 from tasks.language.task import BertNetwork, MaskedLM
+from tasks.tokens import BEGIN, END, PAD
 from tests.tasks.conftest import opened
 from tests.tasks.test_resume import train
 

@@ -12,10 +12,10 @@ import torch
 
 from strategies import Ragged
 from strategies.padding import length_of
-from tasks.base import BEGIN, END, PAD
 from tasks.language.sources import Stdlib, TextData, TextFiles, definitions
 from tasks.language.task import Gpt2Network, LanguageModelling
 from tasks.loading import encode, train_tokenizer
+from tasks.tokens import BEGIN, END, PAD
 from tests.tasks.conftest import opened
 
 

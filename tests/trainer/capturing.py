@@ -38,7 +38,7 @@ class Captured(L.Callback):
         self.program.optimizers, self.program.loop = tuple(loop.optimizers), loop
         begin(self._strategies, self.program)
         assert self.program.step is not None
-        self.capture = capture = self.program.step.hook(loop, self.program, parity=self._parity)
+        self.capture = capture = StepCapture(loop, self.program, self.program.step, parity=self._parity)
         self._give_back = loop.take_over(lambda micro: capture.run(micro, lambda one: one.run(one.batch)))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

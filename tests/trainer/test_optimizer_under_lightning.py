@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from strategies import Optimizer, Regional
-from strategies.optimizer import installed
 from strategies.optimizer.functional import Chunk
+from strategies.optimizer.step import installed
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.language.task import LanguageModelling
-from trainer.cli import CONF
+from trainer import CONF
 from trainer.config import compose
 from trainer.run import run
 

@@ -19,7 +19,7 @@ from strategies.base import holds
 from strategies.compare import Difference
 from strategies.errors import is_recompile_limit
 from strategies.loop import Loop, StepHook, gathered
-from strategies.optimizer import installed
+from strategies.optimizer.step import installed
 from strategies.region import Check, Kind, Region
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
 from trainer.telemetry import hardware

@@ -16,8 +16,6 @@ import contextlib
 import functools
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +29,7 @@ from strategies.loop import Loop, StepHook
 from strategies.prepare import Preparation
 from strategies.regions import uncompile
 from trainer.guards import Guarding
+from trainer.loops.logs import NOT_STARTED, Logs
 from trainer.session import Session
 from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import RunRecord
@@ -44,24 +43,6 @@ if TYPE_CHECKING:
     from trainer.guards.checks import Checks
     from trainer.guards.recompiles import RecompileGuard
     from trainer.script import OwnRun
-
-NOT_STARTED = "not started"
-"""Status of a record whose training is still to come."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logs:
-    """What a framework's binding knows of a training beside its ``Loop``."""
-
-    folder: Path | None
-    """Where the training's logs go; None for no file."""
-    shared: bool = False
-    """Whether other trainings log into the same folder."""
-    batch_size: int | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Options of the framework's trainer that a step depends on."""
-    resumed_from: str | None = None
-    seed: int | None = None
 
 
 class CompiledTraining:
@@ -224,11 +205,14 @@ class CompiledTraining:
         """What stands around a step, the outermost first; nothing where there is nothing to guard."""
         if not self.strategies:
             return []
+        from strategies.cuda_graph.steps import StepCapture
         from trainer.guards.checks import Checks
         from trainer.guards.recompiles import RecompileGuard
         from trainer.guards.timing import Timing
 
-        capture = None if program.step is None else program.step.hook(loop, program, parity=self._guarding.parity)
+        capture: StepCapture | None = None
+        if program.step is not None:
+            capture = StepCapture(loop, program, program.step, parity=self._guarding.parity)
         program.checking.one_kind_a_step = self._choosing is not None
         checks = Checks(self._guarding, loop, program, self.telemetry, self.record, self._pages, capture)
         asked = self._guarding.parity != "off" or self._guarding.on_slower == "eager"

@@ -23,6 +23,7 @@ from torch import distributed, nn
 from strategies.loop import Loop
 from trainer.build import compile_callback, device_of, on_cuda, precision_arguments, resolve_precision
 from trainer.console import announce
+from trainer.job import Job
 from trainer.loops.lightning import LightningLoop
 from trainer.peers.loops import (
     AcceleratedLoop,
@@ -35,7 +36,6 @@ from trainer.peers.loops import (
     placed,
 )
 from trainer.process import StopRequest
-from trainer.run import Job
 from trainer.settings import PEER, Config, Peer
 from trainer.telemetry.hardware import device_name, note_machine
 from trainer.telemetry.record import RunRecord

@@ -10,8 +10,9 @@ import transformers
 from torch import Tensor, distributed
 
 from strategies.loop import Loop
-from tasks.base import IGNORED, PAD, Task
+from tasks.base import Task
 from tasks.language.task import BertNetwork, Gpt2Network
+from tasks.tokens import IGNORED, PAD
 from trainer.build import resolve_precision
 from trainer.loops.huggingface import HuggingFaceLoop
 from trainer.peers.loops import Measured, PeerLoop, Work, optimizer_and_schedule, placed

@@ -33,8 +33,7 @@ from torch.utils import _pytree as pytree
 from strategies import CudaGraph, Regional, Strategy, Whole
 from strategies.base import label, ordered
 from strategies.errors import one_line
-from strategies.options import environment
-from strategies.prepare import Preparation
+from strategies.prepare import Preparation, environment
 from strategies.regions import find_containers
 from strategies.torch_patches import compiling_in
 from trainer.callback import Compile

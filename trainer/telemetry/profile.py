@@ -17,7 +17,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from strategies.options import environment
+from strategies.prepare import environment
 from trainer.telemetry import hardware
 from trainer.telemetry.files import cut
 from trainer.telemetry.meter import Step
