@@ -12,8 +12,28 @@ from strategies.base import Program, Stage, Strategy
 from strategies.options import ModuleOptions
 
 HOW = ("mark", "always", "automatic")
+
+
+class NothingRepeats(ValueError):
+    """A module without repeated blocks."""
+
+
 CANDIDATES = ("regional", "whole", "cuda_graph")
 """Strategies that a choice may be made among; eager always is one, and cuda_graph joins any other."""
+
+
+def _compile_children(program: Program, request: ModuleOptions) -> list[str]:
+    """Hand each child of the module that owns parameters to the compiler; returns their paths. Where there is none, the
+    strategy runs eager."""
+    from strategies.regions import called_for, compile_regions
+
+    paths = [path for path, child in program.module.named_children() if any(True for _ in child.parameters())]
+    if not paths:
+        program.given_up[request.name] = "the module has no child with parameters to compile"
+        program.notes.append(f"{request.name}: {program.given_up[request.name]}; it runs eager")
+    for path in called_for(program.module, paths):
+        compile_regions(program, request, [path], small=False)
+    return paths
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,17 +53,13 @@ class Whole(ModuleOptions):
     def apply(self, program: Program) -> None:
         from strategies.regions import called_for, compile_regions
 
-        module, paths = program.module, program.whole
-        if not paths:
-            paths = tuple(path for path, child in module.named_children() if any(True for _ in child.parameters()))
-            if not paths:
-                raise ValueError("compile.whole: the module has no child with parameters to compile")
+        for path in called_for(program.module, program.whole):
+            compile_regions(program, self, [path], small=False)
+        if not program.whole and (children := _compile_children(program, self)):
             program.notes.append(
-                f"whole: the module declares no forward-and-loss part; compiled its children {', '.join(paths)}, "
+                f"whole: the module declares no forward-and-loss part; compiled its children {', '.join(children)}, "
                 "the loss outside them stays eager"
             )
-        for path in called_for(module, paths):
-            compile_regions(program, self, [path], small=False)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,7 +67,8 @@ class Regional(ModuleOptions):
     """Compile repeated blocks in place so that copies share one compiled graph, and separable parts beside them.
 
     Far shorter compiles than ``whole`` at nearly its speed, as long as the head with the loss is one of the parts.
-    The idea of sharing is the "regional compilation" recipe of the PyTorch tutorials.
+    Where nothing repeats and nothing is named, the module's children are compiled as by ``whole``. The idea of sharing
+    is the "regional compilation" recipe of the PyTorch tutorials.
     """
 
     name: ClassVar[str] = "regional"
@@ -63,14 +80,15 @@ class Regional(ModuleOptions):
     """Paths of other submodules to compile, each a region of its own; null = what the task declares."""
 
     def paths(self, program: Program) -> tuple[list[str], list[str]]:
-        """Of blocks and of parts. Raises ValueError where there is neither."""
+        """Of blocks and of parts. Raises ValueError where there is neither, ``NothingRepeats`` if none was named."""
         from strategies.regions import containers_for, expand_blocks, require_submodules
 
         parts = list(self.parts) if self.parts is not None else list(program.parts)
         require_submodules(program.module, "compile.regional.parts", parts)
         blocks = expand_blocks(program.module, containers_for(program, self.name, self.blocks))
         if not blocks and not parts:
-            raise ValueError(
+            kind = NothingRepeats if self.blocks is None and self.parts is None else ValueError
+            raise kind(
                 "compile.regional: no repeated blocks found in this module; name them with "
                 "compile.regional.blocks=[path,...] or use compile=whole"
             )
@@ -79,7 +97,15 @@ class Regional(ModuleOptions):
     def apply(self, program: Program) -> None:
         from strategies.regions import compile_regions
 
-        blocks, parts = self.paths(program)
+        try:
+            blocks, parts = self.paths(program)
+        except NothingRepeats:
+            if children := _compile_children(program, self):
+                program.notes.append(
+                    f"regional: no repeated blocks found in this module; compiled its children {', '.join(children)}, "
+                    "each as a whole"
+                )
+            return
         if not blocks:
             program.notes.append(f"regional: no repeated blocks here; compiled {', '.join(parts)} alone")
         if not parts:

@@ -154,8 +154,10 @@ def test_declared_parts_are_compiled_where_nothing_repeats_and_the_user_is_told(
     assert len(graphs) == 2
 
 
-@pytest.mark.parametrize("strategy", [Regional(), Regional(blocks=[])], ids=["found", "named"])
-def test_a_module_without_repeated_blocks_is_refused_with_the_mend(strategy: Regional) -> None:
+def test_where_nothing_repeats_children_are_compiled_unless_paths_were_named() -> None:
     module = Stack(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
+    program = Program(module=module)
+    Regional().apply(program)
+    assert [region.path for region in program.regions] == ["stem", "layers.0", "layers.1", "head"]
     with pytest.raises(ValueError, match=r"no repeated blocks.*compile\.regional\.blocks=\[path,\.\.\.\]"):
-        strategy.apply(Program(module=module))
+        Regional(blocks=[]).apply(Program(module=module))

@@ -123,27 +123,46 @@ def test_figures_are_kept_when_a_second_data_worker_is_found_dead_while_they_are
 
 
 def test_lightnings_own_demo_is_compiled_whole() -> None:
-    def train(callbacks: list[L.Callback]) -> list[float]:
-        losses = Losses()
-        L.seed_everything(0, verbose=False)
-        trainer = quiet_trainer(max_steps=4, limit_val_batches=2, callbacks=[losses, *callbacks])
-        trainer.fit(BoringModel())
-        return losses.values
-
     compile_ = Compile([Whole(backend="aot_eager")], save=False)
-    assert train([compile_]) == pytest.approx(train([]), rel=FLOOR)
+    assert demo([compile_]) == pytest.approx(demo([]), rel=FLOOR)
     assert (compile_.record.regions, compile_.record.regions_compiled) == (1, 1)
 
 
-def test_lightnings_own_demo_has_no_blocks_and_says_so() -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[Compile([Regional(backend="aot_eager")])],
-    )
+def demo(callbacks: list[L.Callback], module: L.LightningModule | None = None) -> list[float]:
+    losses = Losses()
+    L.seed_everything(0, verbose=False)
+    trainer = quiet_trainer(max_steps=4, limit_val_batches=2, callbacks=[losses, *callbacks])
+    trainer.fit(BoringModel() if module is None else module)
+    return losses.values
+
+
+def test_where_nothing_repeats_regional_compiles_the_children_and_says_so() -> None:
+    compile_ = Compile([Regional(backend="aot_eager")], save=False)
+    assert demo([compile_]) == pytest.approx(demo([]), rel=FLOOR)
+    assert (compile_.record.regions, compile_.record.regions_compiled) == (1, 1)
+    notes = [note for note in compile_.record.notes if "no repeated blocks" in note]
+    assert notes == ["regional: no repeated blocks found in this module; compiled its children layer, each as a whole"]
+
+
+@pytest.mark.parametrize("strategy", [Regional, Whole])
+def test_a_module_without_children_trains_eager_and_says_so(strategy: type[Strategy]) -> None:
+    class Bare(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.layer
+            self.weight = torch.nn.Parameter(torch.ones(2, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.T
+
+    compile_ = Compile([strategy()], save=False)
+    assert demo([compile_], Bare()) == demo([], Bare())
+    assert compile_.record.eager_parts == {strategy.name: "the module has no child with parameters to compile"}
+
+
+def test_paths_that_name_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="no repeated blocks found in this module"):
-        trainer.fit(BoringModel())
+        demo([Compile([Regional(backend="aot_eager", blocks=[], parts=[])], save=False)])
 
 
 def test_another_logger_gets_the_figures_too(tmp_path: Path) -> None:
