@@ -14,9 +14,8 @@ from tests.conftest import ROOT
 PROGRAMS = ("ruff", "mypy", "lint-imports", "python", "pip")
 
 
-def both_runs(marks: str) -> list[str]:
-    """Both runs: those of the promises have processes of their own."""
-    return [f"python -m pytest -m {marks} --ignore tests/promises", f"python -m pytest -m {marks} tests/promises"]
+def run(marks: str) -> str:
+    return f"python -m pytest -m {marks}"
 
 
 @pytest.fixture
@@ -45,14 +44,14 @@ def test_it_says_what_it_takes_and_runs_all_steps(copy: Path) -> None:
     code, lines, _ = check(copy)
     assert code == 0
     assert "about 10 minutes" in lines[0]
-    assert lines[1:] == [*LINT, *both_runs("not gpu"), "mypy ", "all good"]
+    assert lines[1:] == [*LINT, run("not gpu and not libraries"), "mypy ", "all good"]
 
 
 def test_fast_leaves_out_the_slow_tests_only(copy: Path) -> None:
     code, lines, _ = check(copy, "--fast")
     assert code == 0
     assert "about 2 minutes" in lines[0]
-    assert lines[1:] == [*LINT, *both_runs("not gpu and not slow"), "mypy ", "all good"]
+    assert lines[1:] == [*LINT, run("not gpu and not libraries and not slow"), "mypy ", "all good"]
 
 
 def test_fix_puts_right_first(copy: Path) -> None:
@@ -67,21 +66,31 @@ def test_another_torch_gets_an_environment_of_its_own_once(copy: Path) -> None:
         "python3 -m venv .venv-2.11",
         "activated .venv-2.11",
         install,
-        *both_runs("not gpu and not slow"),
+        run("not gpu and not libraries and not slow"),
         "all good",
     ]
-    assert again[1:] == ["activated .venv-2.11", install, *both_runs("not gpu"), "all good"]
+    assert again[1:] == ["activated .venv-2.11", install, run("not gpu and not libraries"), "all good"]
+
+
+def test_libraries_get_an_environment_of_their_own(copy: Path) -> None:
+    assert check(copy, "--libraries")[1][1:] == [
+        "python3 -m venv .venv-libraries",
+        "activated .venv-libraries",
+        "pip install --quiet --disable-pip-version-check -e .[test,libraries]",
+        run("libraries"),
+        "all good",
+    ]
 
 
 def test_one_failure_hides_nothing(copy: Path) -> None:
     code, lines, errors = check(copy, fails="mypy")
     assert code == 1
     assert errors == "failed: mypy\n"
-    assert lines[1:] == [*LINT, *both_runs("not gpu"), "mypy "]
+    assert lines[1:] == [*LINT, run("not gpu and not libraries"), "mypy "]
 
 
 @pytest.mark.parametrize("arguments", [("--quick",), ("--torch",), ("--torch", "newest")])
 def test_what_it_does_not_know_is_answered_by_its_options(copy: Path, arguments: tuple[str, ...]) -> None:
     code, lines, errors = check(copy, *arguments)
     assert (code, lines) == (2, [])
-    assert all(option in errors for option in ("--fast", "--fix", "--torch 2.11"))
+    assert all(option in errors for option in ("--fast", "--fix", "--torch 2.11", "--libraries"))
