@@ -21,6 +21,7 @@ from trainer.report.runs import find
 from trainer.report.tables import NOT_SURE
 from trainer.sweep.plan import quoted
 from trainer.telemetry.files import counted
+from trainer.words import program
 
 MORE = f"""\
 examples:
@@ -97,10 +98,10 @@ def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
         raise ValueError(f"{name} is from {row.records[0].device}, and no GPU is here: --smoke trains its arm in small")
     base = rows[next(each for each in rows if each.startswith(f"{file}/"))]
     out = options.out or Path("outputs/verify", f"{name.replace('/', '-')}-{datetime.datetime.now():%F_%H-%M-%S}")
-    command = ["-m", "trainer", *sweep_arguments(row, base, rounds=options.rounds, smoke=options.smoke, out=out)]
-    shown = shlex.join(["python", *command])
+    arguments = sweep_arguments(row, base, rounds=options.rounds, smoke=options.smoke, out=out)
+    shown = shlex.join([*program(), *arguments])
     print(shown, flush=True)
-    code = subprocess.run([sys.executable, *command], check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "trainer", *arguments], check=False).returncode
     ran = published.rows_of(find([out])) if code in (0, 1) else []
     found = next((each for each in ran if each.records and each.records[0].label == row.records[0].label), None)
     if found is None or not ran[0].records:

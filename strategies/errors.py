@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,26 @@ VALUES = tuple(
 """Credentials in a text; what a first group matches is not a secret and stays."""
 
 
+SHORTEST = 6
+"""Characters from which on a text of the environment is hidden; a shorter one could be a part of any word."""
+_concealed: set[str] = set()
+"""Texts to hide wherever they stand, whatever their form."""
+
+
+def conceal(texts: Iterable[str]) -> None:
+    """From now on hide ``texts``, which options took from the environment, in all that this process writes or shows.
+    Numbers and short ones are no secrets, and would be found in figures and words."""
+    _concealed.update(text for text in texts if len(text) >= SHORTEST and not text.isdecimal())
+
+
 def hidden(text: str) -> str:
-    """``text`` with ``***`` in the place of every credential that is known by its form."""
+    """``text`` with ``***`` in the place of what ``conceal`` was given, and of credentials that are known by form."""
+    for one in sorted(_concealed, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(one, HIDDEN)
+    return _hidden_by_form(text)
+
+
+def _hidden_by_form(text: str) -> str:
     for pattern in VALUES:
         text = pattern.sub(lambda match: (match[1] if match.lastindex else "") + HIDDEN, text)
     return text
@@ -219,11 +237,13 @@ def without_credentials(value: Any, found: list[str] | None = None, *, path: str
     literal, before = str(value), None
     while literal != before:  # interpolations may hold others
         before, literal = literal, re.sub(r"\$\{[^{}]*\}", "", literal)
-    if literal.strip() in ("", "???") or not (secret or hidden(literal) != literal):  # ??? is a missing one
+    # What is looked for in order to refuse it has no value of the environment: it holds the interpolation.
+    cover = hidden if found is None else _hidden_by_form
+    if literal.strip() in ("", "???") or not (secret or cover(literal) != literal):  # ??? is a missing one
         return value
     if found is not None:
         found.append(path)
-    return HIDDEN if secret else hidden(str(value))
+    return HIDDEN if secret else cover(str(value))
 
 
 def refuse_credentials(values: Any, path: str = "") -> None:

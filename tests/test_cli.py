@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from tasks import TASKS
 from tests.conftest import ROOT
@@ -85,6 +87,15 @@ def test_the_records_exit_code_is_the_processs(
             ["an option of one arm: 'hydra.launcher.arms=[eager,\"whole compile.whole.NAME=VALUE\"]'"],
         ),
         (["trainer.max_steps"], ["error: trainer.max_steps is not NAME=VALUE"]),
+        (
+            ["compile=regional,whole"],
+            ["error: compile=regional,whole: a list is written compile=[regional,whole]; a sweep needs -m"],
+        ),
+        (["task=captioning,micro"], ["error: task=captioning,micro: several values need -m"]),
+        (["--task", "captioning"], ["error: --task captioning: options are written task=captioning"]),
+        (["--task=captioning", "seed=1"], ["error: --task=captioning: options are written task=captioning"]),
+        (["--seed", "task=micro"], ["error: --seed: options are written seed=VALUE"]),
+        (["-x"], ["error: -x is not a flag, see --help; options are written NAME=VALUE"]),
         (["task=captionin"], ["error: task=captionin is not an option; near: captioning"]),
         (["hydra.launcher.parallel=2"], ["error: hydra.launcher.parallel is not an option; there are "]),
         (["run=other"], ["error: run=other is not an option; there are peer, train"]),
@@ -143,14 +154,28 @@ def test_a_misspelt_name_in_a_users_file_is_one_line(
     assert called == []
 
 
+LINES = ["a0: &a0 [x,x,x,x,x,x,x,x,x,x]", *(f"a{n + 1}: &a{n + 1} [{','.join([f'*a{n}'] * 10)}]" for n in range(8))]
+BOMB = "\n".join(LINES)
+"""Nine lists, each of which holds the one before ten times: a billion values."""
+
+
+def test_omegaconf_still_copies_what_an_alias_stands_for() -> None:
+    """Else ``bound_aliases`` is not needed any more."""
+    found = OmegaConf.create(yaml.safe_load("\n".join(LINES[:2])))
+    assert found.a1[0] == found.a1[1] == found.a0
+    assert len({id(each) for each in found.a1}) == 10
+
+
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
         ("seed: 1\nseed: 2\n", 3, "found duplicate key seed"),
         ("trainer:\n  max_steps: 3\n seed: 2\n", 4, "expected <block end>, but found '<block mapping start>' (is the"),
         ("seed: 'ä\n", 3, "found unexpected end of stream"),
+        (BOMB, 2, "its aliases (*name) make more than 10,000 values of 29"),
+        ("seed: &it [1, *it]\n", 2, "an alias (*name) within what it stands for"),
     ],
-    ids=["twice", "outdented", "quote"],
+    ids=["twice", "outdented", "quote", "a billion", "itself"],
 )
 def test_a_yaml_that_is_none_is_one_line_with_file_and_line(
     command_line: Any, called: Calls, capfd: pytest.CaptureFixture[str], tmp_path: Path, text: str, line: int, what: str
@@ -162,6 +187,19 @@ def test_a_yaml_that_is_none_is_one_line_with_file_and_line(
     (said,) = capfd.readouterr().err.splitlines()
     assert said.startswith(f"error: {file}:{line}: {what}")
     assert called == []
+
+
+@pytest.mark.parametrize("arguments", [["hydra.run.dir=link"], ["-m", "hydra.sweep.dir=link", "compile=eager,whole"]])
+@pytest.mark.parametrize("target", ["nowhere", "link"], ids=["dangling", "loop"])
+def test_a_link_that_leads_nowhere_is_no_folder_and_one_line(
+    command_line: Any, called: Calls, capfd: pytest.CaptureFixture[str], arguments: list[str], target: str
+) -> None:
+    Path("link").symlink_to(target)
+    assert command_line(*arguments) == 2
+    option = arguments["-m" in arguments]
+    assert capfd.readouterr().err == f"error: {option}: a symbolic link to {target} that leads nowhere\n"
+    assert command_line("resume=link", "hydra.run.dir=run") == 0, "the run itself says what is wrong with it"
+    assert len(called) == 1
 
 
 REGIONAL_AND_WHOLE = "compile: 'regional' and 'whole' both act on the module stage; choose one of them"

@@ -13,16 +13,17 @@ import pytest
 
 from scripts.doctor import OK, WARNING, place
 from strategies.cached.store import read_key
-from strategies.errors import one_line
+from strategies.errors import hidden, one_line
 from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.config import compose
 from trainer.report import tables
 from trainer.report.comparison import compare_runs as compare
+from trainer.report.run_verdict import run_verdict, verdict_lines
 from trainer.report.runs import find
 from trainer.sweep.environment import described
 from trainer.telemetry.record import Event, RunRecord
-from trainer.telemetry.tensorboard import events_table
+from trainer.telemetry.tensorboard import events_table, hyperparameters
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\u202e\ud800"
 STORE = "+compile.cached.storage_options"
@@ -81,7 +82,41 @@ def test_credentials_of_the_environment_are_used_and_not_written(
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"record.json", "config.yaml", "overrides.yaml"} <= {path.name for path in written}
     assert not any("hush" in path.read_text() for path in written)
-    assert RunRecord.load(tmp_path / "run").config["resume"] == "https://***@host/x"
+    assert RunRecord.load(tmp_path / "run").config["resume"] == "***"
+    assert called[0]["command"] == ["resume=${oc.env:ADDRESS}"]
+
+
+def test_text_of_the_environment_within_a_longer_value_is_used_and_not_written(
+    called: list[dict[str, object]],
+    command_line: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("HUSHED", "plain words that name nothing")
+    monkeypatch.setenv("FEW", "five5")
+    monkeypatch.setenv("FOLDER", str(tmp_path))  # in whose place no command could be pasted
+    text = "before ${oc.env:HUSHED} after ${oc.env:FEW} in ${oc.env:FOLDER} and ${oc.env:NOT_SET,by default}"
+    assert command_line("compile=whole", "hydra.run.dir=run", f"+compile.whole.options={{note:'{text}'}}") == 0
+    config, command = called[0]["config"], called[0]["command"]
+    meant = f"before plain words that name nothing after five5 in {tmp_path} and by default"
+    assert config.compile["whole"].options == {"note": meant}  # type: ignore[attr-defined]
+    assert f"+compile.whole.options={{note:'{text}'}}" in command  # type: ignore[operator]
+    made = described(config, command)  # type: ignore[arg-type]
+    shown = f"before *** after five5 in {tmp_path} and by default"
+    assert made.config["compile"]["whole"]["options"] == {"note": shown}, "what TensorBoard gets"
+    assert "plain words" not in json.dumps(row_texts := hyperparameters(made))
+    assert shown in str(row_texts)
+    made.status, made.notes = "finished", [f"the compiler said: {meant}"]
+    made.reason = one_line(RuntimeError(meant))
+    made.save(tmp_path / "run")
+    made.verdict = run_verdict(made)
+    assert "${oc.env:HUSHED}" in verdict_lines(made)[-1], "which can be pasted"
+    told = [*(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()), *verdict_lines(made)]
+    assert not any("plain words" in each for each in told)
+    with pytest.raises(ValueError, match="is not one of") as refused:
+        compose(["compile=whole", "compile.whole.mode=${oc.env:HUSHED}"])
+    assert "plain words" not in hidden(str(refused.value))
+    compose(["+compile.whole.options={note:'plain words that name nothing'}", "compile=whole"])  # is not refused
 
 
 def test_scripts_refuse_credentials_as_the_command_line_does(monkeypatch: pytest.MonkeyPatch) -> None:

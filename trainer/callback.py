@@ -27,6 +27,7 @@ from trainer.loops.processes import EpochEnds, SigtermAgreement, epoch_ends
 from trainer.loops.training import CompiledTraining
 from trainer.telemetry.files import flat
 from trainer.telemetry.record import FILE_NAME
+from trainer.words import speaking_python
 
 if TYPE_CHECKING:
     from trainer.loops.watch import Watch
@@ -106,7 +107,8 @@ class Compile(CompiledTraining, L.Callback):
         if program.padding is not None:
             from trainer.loading import pad_loaders
 
-            pad_loaders(trainer, program)
+            with speaking_python(self._in_script):
+                pad_loaders(trainer, program)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""

@@ -76,6 +76,8 @@ def main() -> None:
         # cell's directory to another process.
         signal_at_end_of_parent(signal.SIGTERM)
     try:
+        if "COMP_LINE" not in os.environ:
+            errors.refuse_flags(sys.argv[1:])
         sys.argv[1:] = plan.expanded(sys.argv[1:])
     except ValueError as error:
         errors.report(error)
@@ -223,14 +225,17 @@ def train(cfg: DictConfig) -> int:
     from trainer.sweep.launcher import flags
 
     settings = HydraConfig.get()
-    config = to_config(cfg, settings.overrides.task)
+    # As they were typed: with ${oc.env:NAME}, not with what that stands for.
+    given: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
+    config = to_config(cfg, given)
     if config.repeat is not None and SWEEP_VARIABLE not in os.environ:
-        given = f"repeat={config.repeat!r}"
-        raise ValueError(f"{given}: a sweep gives its cells caches of their own, use -m repeat=cold,warm")
+        raise ValueError(
+            f"repeat={config.repeat!r}: a sweep gives its cells caches of their own, use -m repeat=cold,warm"
+        )
     together = launched(os.environ) is not None
     alone = not together and is_first_process()
     run_dir = OwnFolder.wanted if together else Path(settings.runtime.output_dir)
-    command = [*flags(sys.argv[1:]), *settings.overrides.task]
+    command = [*flags(sys.argv[1:]), *given]
     # Of processes that were started together, the run asks once it knows whether it was started before.
     if alone and (complaint := taken(run_dir, config.resume)) is not None:
         raise ValueError(complaint)

@@ -5,11 +5,14 @@ Hydra and OmegaConf are known here and in the other modules of the edge, which C
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib.util
+import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -20,11 +23,13 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, _utils
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from strategies import STRATEGIES, Stage, Strategy
-from strategies.errors import refuse_credentials
+from strategies.errors import conceal, refuse_credentials
 from tasks import SCHEMAS, TASKS, Task
 from tasks.base import suggest
 from trainer import CONF
@@ -52,8 +57,55 @@ def register() -> None:
     # As plain values: the launcher checks them, with messages of its own.
     node = {"_target_": "hydra_plugins.crucible.IsolatedLauncher", **dataclasses.asdict(SweepOptions())}
     ConfigStore.instance().store(group="hydra/launcher", name="isolated", node=node)
+    bound_aliases()
     OmegaConf.register_new_resolver("task_name", task_name, replace=True)
     OmegaConf.register_new_resolver("strategy_names", strategy_names, replace=True)
+
+
+MOST_VALUES = 10_000
+"""Values that the aliases (``*name``) of one YAML file may make of what is written once."""
+
+
+def bound_aliases() -> None:
+    """Refuse YAML files whose aliases repeat each other's: PyYAML shares what they stand for, OmegaConf copies it, and
+    nine short lines become a billion values. Tried: omegaconf 2.3, which makes its loader anew for each file:
+    https://github.com/omry/omegaconf/blob/v2.3.0/omegaconf/_utils.py (``get_yaml_loader``)
+    """
+    if not isinstance(_utils.get_yaml_loader, functools.partial):
+        _utils.get_yaml_loader = functools.partial(_bounded_loader, _utils.get_yaml_loader)
+
+
+def _bounded_loader(made: Callable[[], Any]) -> Any:
+    """The class that ``made`` returns; a file whose aliases go too far is a ``MarkedYAMLError`` of it."""
+    loader = made()
+    plain = loader.get_single_node
+
+    def get_single_node(self: Any) -> Any:
+        node = plain(self)
+        sizes: dict[int, int] = {}
+        if node is not None and (total := _values_of(node, sizes)) > MOST_VALUES and total > 2 * len(sizes):
+            what = f"its aliases (*name) make more than {MOST_VALUES:,} values of {len(sizes):,}"
+            raise MarkedYAMLError(problem=what, problem_mark=node.start_mark)
+        return node
+
+    loader.get_single_node = get_single_node
+    return loader
+
+
+def _values_of(node: Any, sizes: dict[int, int]) -> int:
+    """How many values ``node`` holds, those of an alias counted wherever it stands; ``sizes`` has each node's own once.
+
+    Raises MarkedYAMLError where a node holds itself.
+    """
+    if (known := sizes.get(id(node))) is not None:
+        if known == 0:
+            raise MarkedYAMLError(problem="an alias (*name) within what it stands for", problem_mark=node.start_mark)
+        return known
+    sizes[id(node)] = 0
+    parts = [] if isinstance(node.value, str) else node.value
+    inner = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
+    sizes[id(node)] = total = 1 + sum(_values_of(each, sizes) for each in inner)
+    return total
 
 
 def register_schema(path: str, schema: type, package: str | None = None) -> None:
@@ -108,6 +160,11 @@ def to_config(cfg: DictConfig, overrides: Iterable[str] = ()) -> Config:
     ``overrides`` are those of the command line: of options in one list, the last wins in Hydra, which nobody should
     have to know.
     """
+    with _environment_concealed():
+        return _to_config(cfg, overrides)
+
+
+def _to_config(cfg: DictConfig, overrides: Iterable[str]) -> Config:
     complaints, unset = [*_disagreements(overrides), *_made_up(cfg, "")], sorted(OmegaConf.missing_keys(cfg))
     parts: dict[str, Any] = {}
     for option in dataclasses.fields(Config):
@@ -125,6 +182,26 @@ def to_config(cfg: DictConfig, overrides: Iterable[str] = ()) -> Config:
     if complaints:
         raise ValueError("\n".join(complaints))
     return config
+
+
+@contextlib.contextmanager
+def _environment_concealed() -> Iterator[None]:
+    """Hide, from the end on, the values that ``${oc.env:NAME}`` gives inside, also those within longer texts. Defaults,
+    as in ``${oc.env:NAME,here}``, stand in the configuration itself."""
+    read: list[str] = []
+
+    def env(name: str, *default: Any) -> Any:
+        value = oc.env(name, *default)
+        if name in os.environ and not os.path.exists(os.environ[name]):  # a path that is there is no secret
+            read.append(os.environ[name])
+        return value
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        conceal(read)
 
 
 def _disagreements(overrides: Iterable[str]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from trainer.telemetry.files import headlines, number
 from trainer.telemetry.profile import profile_line
 from trainer.telemetry.record import FILE_NAME, AuditDifference, RankFigures, RunRecord, communication_of
 from trainer.telemetry.telemetry import Telemetry
+from trainer.words import in_python
 
 ERROR_LOG = "error.log"
 """Where a run that failed leaves its traceback."""
@@ -151,7 +152,8 @@ def print_end(console: Console, record: RunRecord, run_dir: Path | None) -> None
     for line in verdict_lines(record):
         show(line)
     if record.status == "failed":
-        show(f"failed: {record.reason}", "red")
+        reason = record.reason or ""
+        show(f"failed: {reason if record.script is None else in_python(reason)}", "red")
     if run_dir is None:
         return
     if record.status == "failed" and (run_dir / ERROR_LOG).is_file():

@@ -7,8 +7,9 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -33,6 +34,8 @@ def explain(error: BaseException) -> list[str]:
         return [f"error: {line}" for line in str(error).splitlines()] or [f"error: {type(error).__name__}"]
     if unnamed := re.match(r"Error parsing override '(.+)'\s+missing EQUAL", str(error)):
         return [f"error: {unnamed[1]} is not NAME=VALUE"]
+    if several := re.search(r"Ambiguous value for argument '((.+?)=(.+))'", str(error)):
+        return [f"error: {several[1]}: {_several(several[2], several[3])}"]
     if known := _unknown(error):
         return [f"error: {known}"]
     lines: list[str] = []
@@ -47,6 +50,26 @@ def explain(error: BaseException) -> list[str]:
     override = getattr(error, "override", None)
     first = f"{override}: {lines[0]}" if override and override not in lines[0] else lines[0]
     return [f"error: {first}", *(f"  {line}" for line in lines[1:])]
+
+
+def _several(option: str, values: str) -> str:
+    """What to write in the place of ``option=value,value``."""
+    takes_a_list = option.partition(".")[0] == "compile"
+    return f"a list is written {option}=[{values}]; a sweep needs -m" if takes_a_list else "several values need -m"
+
+
+def refuse_flags(arguments: Sequence[str]) -> None:
+    """Raise ValueError where ``arguments`` hold a flag that Hydra does not have, as in ``--task captioning``."""
+    unknown = next((word for word in get_args_parser().parse_known_args(list(arguments))[1] if word[:1] == "-"), None)
+    if unknown is None:
+        return
+    flag, equals, value = unknown.partition("=")
+    if not (named := re.fullmatch(r"--([A-Za-z][\w./@-]*)", flag)):
+        raise ValueError(f"{unknown} is not a flag, see --help; options are written NAME=VALUE")
+    following = [*arguments][[*arguments].index(unknown) + 1 :][:1]
+    if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
+        unknown, value = f"{unknown} {following[0]}", following[0]
+    raise ValueError(f"{unknown}: options are written {named[1].replace('-', '_')}={value or 'VALUE'}")
 
 
 def _causes(error: BaseException | None, *, hidden: bool = True) -> Iterator[BaseException]:
@@ -134,7 +157,10 @@ def report(error: BaseException, place: str = "") -> None:
     lines = explain(error)
     if isinstance(error, OSError) and not isinstance(error, REFUSALS):  # some of Hydra's are both
         file = str(error.filename or place)
-        lines = [f"error: {place if place.endswith(file) else file}: {error.strerror or error}"]
+        what = error.strerror or str(error)
+        if os.path.islink(file) and not os.path.exists(file):  # the system says "File exists"
+            what = f"a symbolic link to {os.readlink(file)} that leads nowhere"
+        lines = [f"error: {place if place.endswith(file) else file}: {what}"]
     who = environment.speaking(os.environ, alike="torch" not in sys.modules)
     if who is not None:
         # One write, also without a buffer: several processes may share a terminal.

@@ -96,13 +96,13 @@ class OwnRun:
         """The training of ``module`` begins in ``loop``: write what is known of it, and claim a folder for it."""
         self._open = True
         self._console.quiet = not (self._verbose and loop.is_first_process)
-        script = getattr(sys.modules["__main__"], "__file__", None)
-        root = Path(script).resolve().parent if script else Path.cwd()
+        script = main_script()
+        root = Path.cwd() if script is None else script.parent
         for name, value in origin(self._strategies, sys.argv[1:], root=root).items():
             setattr(record, name, value)
         logs = logs or Logs(folder=None)
         record.task, record.status = type(module).__name__, "running"
-        record.script = str(shown(Path(script).resolve())) if script else "a notebook"
+        record.script = named(script)
         record.seed, record.resumed_from = logs.seed, logs.resumed_from
         parameters = sum(one.numel() for one in module.parameters() if not is_lazy(one))
         record.config = {"task": {"parameters": parameters, "batch_size": logs.batch_size}, "trainer": logs.settings}
@@ -133,6 +133,17 @@ class OwnRun:
         if isinstance(error, KeyboardInterrupt):
             record.status, record.reason, record.signal = "interrupted", "Ctrl-C", signal.SIGINT
             stop_compiling()
+
+
+def main_script() -> Path | None:
+    """The script that this process runs; None in a notebook or a prompt."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return Path(script).resolve() if script else None
+
+
+def named(script: Path | None) -> str:
+    """What a record calls the script."""
+    return "a notebook" if script is None else str(shown(script))
 
 
 def claimed(record: RunRecord, folder: Path, *, shared: bool) -> Path | None:

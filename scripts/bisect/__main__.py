@@ -24,6 +24,7 @@ from strategies import Modular, Stage, Strategy
 from strategies.base import holds, label
 from trainer.process import StopRequest, importing, leaving
 from trainer.telemetry.files import counted
+from trainer.words import program
 
 EXAMPLES = """\
 examples:
@@ -72,7 +73,7 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
         return NOTHING_WRONG
     suggested = modular_overrides(overrides, given, report.arguments, report.rest)
     folder = [] if options.config_dir is None else ["--config-dir", options.config_dir]
-    command = shlex.join(["python", "-m", "trainer", *folder, *suggested])
+    command = shlex.join([*program(), *folder, *suggested])
     console.print(f"[bold]continue with[/]: {escape(command)}")
     return FOUND
 

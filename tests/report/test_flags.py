@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.report.records import record
-from trainer.report.comparison import WorkloadComparison, parity_of
+from trainer.report.comparison import WorkloadComparison
 from trainer.report.comparison import compare_runs as compare
-from trainer.report.runs import Run
+from trainer.report.runs import Run, parity_of
 from trainer.telemetry.record import Event, RunRecord
 
 

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.config import compose
 from trainer.report import published
-from trainer.report.comparison import compare_runs, parity_of
+from trainer.report.comparison import compare_runs
 from trainer.report.pictures import PICTURES
 from trainer.report.published import (
     BETTER,
@@ -30,7 +30,7 @@ from trainer.report.published import (
     refreshed,
     rows_of,
 )
-from trainer.report.runs import Run, arm_of, find, fixed_settings
+from trainer.report.runs import Run, arm_of, find, fixed_settings, parity_of
 from trainer.telemetry.machine import MachineFacts
 from trainer.telemetry.record import RunRecord
 

@@ -168,7 +168,7 @@ def test_a_difference_that_is_gone_at_the_second_look_changes_nothing(tmp_path: 
 @pytest.mark.parametrize(("first", "steps"), [(1, 1), (5, 8)], ids=["at once", "later"])
 def test_on_difference_fail_ends_the_run(first: int, steps: int, tmp_path: Path) -> None:
     compile_ = Compile([faulty()], on_difference="fail")
-    with pytest.raises(ParityError, match=r"^on_difference=fail: Block: layers\.0.*not eager's: ") as raised:
+    with pytest.raises(ParityError, match=r"^on_difference=\"fail\": Block: layers\.0.*not eager's: ") as raised:
         fit(Blocks(), tmp_path, [FromStep(first, backward=1.01), compile_], max_steps=16)
     assert len(str(raised.value).splitlines()) == 1
     record = compile_.record

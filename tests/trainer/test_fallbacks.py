@@ -107,11 +107,13 @@ def test_on_compile_error_fail_ends_the_run(part: type[Odd], complaint: str, tmp
     strategy = Regional(backend="tests_no_tanh", parts=["odd"])
     compile_, module = Compile([strategy], on_compile_error="fail"), WithPart()
     module.odd = part()
-    with pytest.raises(CompileFailed, match=rf"^on_compile_error=fail: {part.__name__}: odd .*{complaint}") as raised:
+    with pytest.raises(
+        CompileFailed, match=rf"^on_compile_error=\"fail\": {part.__name__}: odd .*{complaint}"
+    ) as raised:
         fit(module, tmp_path, [compile_])
     assert compile_.record.steps == 1, "that one had eager's result"
     assert raised.value.__cause__ is not None
-    assert "on_compile_error=fail" in (compile_.record.reason or "")
+    assert 'on_compile_error="fail"' in (compile_.record.reason or "")
 
 
 class Breaks(Blocks):

@@ -234,12 +234,12 @@ def test_an_update_that_is_never_right_trains_no_step(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_on_difference_fail_ends_the_run(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ParityError, match=r"^on_difference=fail: AdamW's step .*differs from torch's"):
+    with pytest.raises(ParityError, match=r"^on_difference=\"fail\": AdamW's step .*differs from torch's"):
         fit(Scheduled(), tmp_path, [WrongFrom(step, monkeypatch), compiled(on_difference="fail")])
 
 
 def test_on_compile_error_fail_ends_the_run(tmp_path: Path) -> None:
     backends.register()
     compile_ = Compile([Optimizer(backend=backends.BROKEN_FORWARD)], on_compile_error="fail")
-    with pytest.raises(CompileFailed, match=r"^on_compile_error=fail: AdamW's step .*compiles no forward"):
+    with pytest.raises(CompileFailed, match=r"^on_compile_error=\"fail\": AdamW's step .*compiles no forward"):
         fit(Scheduled(), tmp_path, [compile_])

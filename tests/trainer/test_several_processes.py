@@ -197,9 +197,9 @@ def test_the_record_of_the_first_process_says_what_an_audit_of_the_other_found(p
 
 
 ENDS: dict[str, tuple[str, int]] = {
-    "broken": ("CompileFailed: on_compile_error=fail: ", 1),
-    "wrong": ("ParityError: on_difference=fail: ", 1),
-    "wrong later": ("ParityError: on_difference=fail: ", 8),
+    "broken": ('CompileFailed: on_compile_error="fail": ', 1),
+    "wrong": ('ParityError: on_difference="fail": ', 1),
+    "wrong later": ('ParityError: on_difference="fail": ', 8),
 }
 """By what one process finds, where an option says that it ends the run: the error of both, and the steps until then."""
 

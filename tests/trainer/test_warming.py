@@ -130,7 +130,7 @@ def test_a_smaller_last_batch_compiles_when_it_comes(tmp_path: Path) -> None:
 
 def test_a_recompile_after_that_is_an_error_that_says_where_and_why(tmp_path: Path) -> None:
     compile_ = callback()
-    said = r"on_recompile=fail: .*in training step 9: .*(mismatch|grad_mode).*\(.*:\d+ Words"
+    said = r"^Buckets\(on_recompile=\"fail\"\): .*in training step 9: .*(mismatch|grad_mode).*\(.*:\d+ Words"
     with pytest.raises(RecompileError, match=said) as it:
         trained(tmp_path, compile_, surprise=8)
     assert "test_warming.py" in str(it.value)
@@ -140,7 +140,7 @@ def test_a_recompile_after_that_is_an_error_that_says_where_and_why(tmp_path: Pa
 
 def test_or_a_warning_that_is_recorded_once(tmp_path: Path) -> None:
     compile_ = callback(on_recompile="warn")
-    with pytest.warns(UserWarning, match="on_recompile=warn: compiled after all shapes of batch had come"):
+    with pytest.warns(UserWarning, match=r"on_recompile=\"warn\"\): compiled after all shapes of batch had come"):
         trained(tmp_path, compile_, surprise=8)
     assert compile_.record.steps == 12
     assert len([note for note in compile_.record.notes if "compiled after all shapes" in note]) == 1

@@ -18,6 +18,7 @@ from typing import Any
 from strategies import Strategy
 from strategies.modules import Auto
 from trainer.report.statistics import best_at, least_total
+from trainer.words import program
 
 EAGER, MODULES = "eager", ("eager", "regional", "whole")
 SETUP_SECONDS = {"regional": 15.0, "whole": 35.0, "cuda_graph": 0.5}
@@ -321,6 +322,6 @@ def refuse_choice(strategies: Iterable[Strategy]) -> None:
     """Raise ValueError where ``auto`` is among strategies that are looked at: only a run has steps to choose for."""
     if any(isinstance(strategy, Auto) for strategy in strategies):
         raise ValueError(
-            "compile=auto: only a run chooses; python -m trainer with the same arguments says what (`auto: ...`), name "
-            "that here, as in compile=[regional,cuda_graph]"
+            f"compile=auto: only a run chooses; {' '.join(program())} with the same arguments says what (`auto: ...`), "
+            "name that here, as in compile=[regional,cuda_graph]"
         )

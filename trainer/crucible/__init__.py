@@ -21,7 +21,20 @@ HOMES = {
 OURS = {"trainer": "callback.py", "strategies": "base.py", "tasks": "base.py", "scripts": "compare.py"}
 """A file of each of our packages, which a user's module of the same name lacks."""
 
-__all__ = list(HOMES)
+NEEDS = {"trainer.loops.huggingface": "transformers"}
+"""Modules of public names that import a package which crucible does not require."""
+
+
+def _is_there(package: str) -> bool:
+    """Whether ``package`` can be imported, as far as Python knows without running it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# A star import asks for every name: those of packages that are not installed are imported by name alone.
+__all__ = [name for name, home in HOMES.items() if home not in NEEDS or _is_there(NEEDS[home])]
 
 
 def __getattr__(name: str) -> Any:

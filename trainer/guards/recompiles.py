@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -27,9 +28,18 @@ class RecompileGuard(StepHook):
     The first batches of a planned shape may compile whenever they come, such as the smaller last batch of an epoch. A
     batch that is longer than planned may not. ``before`` and ``after`` stand around a training batch,
     ``before_evaluation`` and ``after_evaluation`` around one of a validation; ``validated`` is its end.
+    ``words`` writes options as the user does.
     """
 
-    def __init__(self, padding: Padding, program: Program, loop: Loop, compiler: CompilerMonitor) -> None:
+    def __init__(
+        self,
+        padding: Padding,
+        program: Program,
+        loop: Loop,
+        compiler: CompilerMonitor,
+        words: Callable[[str], str] = str,
+    ) -> None:
+        self._words = words
         self._padding, self._program, self._loop, self._compiler = padding, program, loop, compiler
         self._seen: Counter[tuple[str, int, int]] = Counter()
         """Batches so far, by kind, rows and positions."""
@@ -91,8 +101,8 @@ class RecompileGuard(StepHook):
         facts, name = self._facts, self._padding.name
         facts["recompiles_after"] = facts.get("recompiles_after", 0) + 1
         if self._padding.on_recompile == "fail":
-            raise RecompileError(f"compile.{name}.on_recompile=fail: {line}")
+            raise RecompileError(self._words(f"compile.{name}.on_recompile=fail: {line}"))
         if reason not in self._warned:
             self._warned.add(reason)
             self._program.notes.append(f"{name}: {line}")
-            rank_zero_warn(f"compile.{name}.on_recompile=warn: {line}")
+            rank_zero_warn(self._words(f"compile.{name}.on_recompile=warn: {line}"))

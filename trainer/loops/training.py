@@ -35,6 +35,7 @@ from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
+from trainer.words import in_python, speaking_python
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.steps import StepCapture
@@ -77,8 +78,9 @@ class CompiledTraining:
             parity=parity, on_compile_error=on_compile_error, on_slower=on_slower, on_difference=on_difference
         )
         self.strategies = ordered(strategies)
-        for strategy in self.strategies:
-            strategy.check()
+        with speaking_python(record is None or record.script is not None):
+            for strategy in self.strategies:
+                strategy.check()
         self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
         self._given = self.strategies, self._choosing
         needed = any(strategy.needs_inductor for strategy in self.strategies)
@@ -116,6 +118,11 @@ class CompiledTraining:
         self._open, self._notes_logged = False, 0
         self._built: dict[str, nn.Module] = {}
         self.telemetry = self._measuring()
+
+    @property
+    def _in_script(self) -> bool:
+        """Whether options are those of Python, not of our command line."""
+        return self._own is not None or self.record.script is not None
 
     # ---- before training -------------------------------------------------------------------------------------------
 
@@ -157,7 +164,8 @@ class CompiledTraining:
             if self.strategies:  # evaluations may come before a training begins, and without one
                 self.program.checking.mode = "off" if sharded else self._guarding.parity
                 self.program.checking.unit = rounding_unit(precision, device, module)
-            apply(self.strategies, self.program)
+            with speaking_python(self._in_script):
+                apply(self.strategies, self.program)
             self._built, self._notes_logged = built, 0
             self._log_notes(self.program)
             if self._preparation is not None:
@@ -185,7 +193,8 @@ class CompiledTraining:
         loop.cuda_graphs = self._cuda_graphs
         self.program.optimizers = tuple(loop.optimizers)
         self.program.loop = self._loop = loop
-        begin(self.strategies, self.program)
+        with speaking_python(self._in_script):
+            begin(self.strategies, self.program)
         if self._own is not None:
             self._own.begin(self.record, self.program.module, loop, logs)
         self._log_notes(self.program)
@@ -220,7 +229,9 @@ class CompiledTraining:
         timing = Timing(loop, program, self.telemetry, self._found_slower, capture, wanted=timed)
         padding = program.padding
         if padding is not None and padding.warm and padding.edges:
-            self._recompiles = RecompileGuard(padding, program, loop, self.telemetry.compiler)
+            self._recompiles = RecompileGuard(
+                padding, program, loop, self.telemetry.compiler, words=in_python if self._in_script else str
+            )
         hooks = (self._chooser, self._recompiles, checks, timing, capture)
         self._checks, self._capture = checks, capture
         return [one for one in hooks if one is not None]
@@ -321,7 +332,8 @@ class CompiledTraining:
         else:
             for kind in self.program.kinds.values():
                 if kind.settle() and kind.failure is not None:
-                    rank_zero_warn(f"{kind.name} runs eager: {kind.failure}")
+                    line = f"{kind.name} runs eager: {kind.failure}"
+                    rank_zero_warn(in_python(line) if self._in_script else line)
         if self._recompiles is not None:
             self._recompiles.after_evaluation()
 
@@ -388,7 +400,8 @@ class CompiledTraining:
 
     def _log_notes(self, program: Program) -> None:
         for note in program.notes[self._notes_logged :]:
-            self.record.notes.append(note)
+            said = in_python(note) if self._in_script else note
+            self.record.notes.append(said)
             if self._checks is None or note not in self._checks.warned:
-                rank_zero_info(f"compile: {note}")
+                rank_zero_info(f"compile: {said}")
         self._notes_logged = len(program.notes)

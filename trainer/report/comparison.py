@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from trainer.report import statistics
-from trainer.report.runs import PEER, Cell, Run, group, start_of
-from trainer.report.statistics import FASTER, NOT_SHOWN, Cost, Crossing, Estimate, Ratio, Sample, rounded
+from trainer.report.runs import Cell, Run, deciding, group, parity_of, start_of
+from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Crossing, Estimate, Ratio, Sample, rounded
 from trainer.telemetry.files import counted, printable
-from trainer.telemetry.record import RunRecord
 
 AT_STEPS = (500, 2000, 20000)
 """Numbers of steps for which total times are given."""
@@ -22,8 +22,6 @@ STARTING = ("import_seconds", "own_setup_seconds")
 """What a run's start takes, the same for every arm."""
 SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
-DECISIVE_VERSIONS = ("torch", "triton", "cuda")
-"""Software that decides how fast compiled code is."""
 MIN_STEPS = 20
 """Steady steps, or timed batches, below which a run's figures are thin."""
 MAX_NEW_SHAPES = 0.2
@@ -32,10 +30,6 @@ MAX_SPREAD = 0.15
 """Between the slowest and the fastest run of a cell, over their median; more makes its figures thin."""
 MAX_LOSS = 0.05
 """Relative distance of final losses, beyond the spread of either arm's runs, from which on they are said to differ."""
-NOTHING_COMPILED = "nothing compiled"
-"""Reason for which a comparison with eager is left out that nobody misses."""
-NOT_COMPARED = "not compared"
-"""Verdict of a comparison that would have shown nothing; graver than one that was not possible."""
 BUSY = "measured while the machine was busy"
 THIN = "thin"
 """First words of these flags."""
@@ -65,6 +59,12 @@ class Row:
     """What a run takes beyond its steady steps: imports, setup, warm-up and compiling. Imports and setup are the median
     over all runs of the workload, the same for all arms."""
 
+    @property
+    def is_faster(self) -> bool:
+        """Whether it is shown to be faster than the baseline by what its arm is, not by what it fell back to."""
+        fell_back = any(run.record.ended_in_eager for run in self.cell.finished)
+        return self.ratio is not None and self.ratio.verdict == FASTER and not fell_back
+
     def total_at(self, steps: float) -> float | None:
         """Total seconds of ``steps`` steps, as in ``total_seconds``; for curves."""
         if self.cost is None or self.fixed_seconds is None:
@@ -92,6 +92,39 @@ class WorkloadComparison:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.workload}: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table, the verdict and what to know."""
+        from trainer.report import tables  # which is made of comparisons
+
+        return tables.html([self])
+
+    @property
+    def best(self) -> str | None:
+        """Name of the arm whose steady steps are the fastest: of those shown to be faster than the baseline; the
+        baseline where all others are shown to be slower; None where no such difference is shown."""
+        judged = [row for row in self.rows if row.ratio is not None]
+        faster = {row.cell.arm: row.ratio.value for row in judged if row.ratio is not None and row.is_faster}
+        if faster:
+            return max(faster, key=lambda arm: faster[arm])
+        slower = bool(judged) and all(row.ratio is not None and row.ratio.verdict == SLOWER for row in judged)
+        return self.baseline if slower else None
+
+    def to_dataframe(self) -> Any:
+        """A ``pandas.DataFrame`` with a row for each arm, by its name: steady step, ratio and 95% interval to the
+        baseline, warm-up, break-even, and medians of the record's figures by their names there, which have the units.
+        What has no number is NaN; the step at which nothing ever pays back is infinite.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_dataframe needs pandas, which is not installed: pip install pandas") from error
+        from trainer.report import tables
+
+        return pandas.DataFrame(tables.figures(self)).set_index("arm")
 
     @property
     def baseline_row(self) -> Row | None:
@@ -149,8 +182,7 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
     first, known = found.rows[0], [row for row in found.rows if row.cost is not None]
     if first.cost is not None and len(known) > 1:
         # Of the baseline, and of rows shown to be faster by what their arms are, not by what they fell back to.
-        fast = [row for row in known if row.ratio is not None and row.ratio.verdict == FASTER]
-        candidates = [first, *(row for row in fast if not any(run.record.ended_in_eager for run in row.cell.finished))]
+        candidates = [first, *(row for row in known if row.is_faster)]
         costs = {row.cell.arm: row.cost for row in candidates if row.cost is not None}
         found.crossings = statistics.envelope(costs, first.cost)
     found.verdict = _verdict(found)
@@ -263,20 +295,6 @@ def _work(row: Row, base: Row) -> float:
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 
-def deciding(record: RunRecord) -> dict[str, str]:
-    """What runs of one workload must share to be compared. What a record does not hold is left out."""
-    peer = next((one for one in record.strategies if one["name"] == PEER), {})
-    values: dict[str, str | None] = {
-        "device": record.device,
-        **{name: record.versions.get(name) for name in DECISIVE_VERSIONS},
-        **{name: peer[name] for name in peer.keys() & record.versions},
-        "precision": record.precision,
-        "matrix products": record.matrix_precision,
-        "world size": str(record.world_size),
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def unlike_conditions(runs: Sequence[Run]) -> list[str]:
     """``name: value (2 runs), other (1 run)`` for each condition that differs."""
     lines, facts = [], [deciding(run.record) for run in runs]
@@ -300,19 +318,6 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
     if unknown := [run for run in cell.cold if cell.compiles and start_of(run.record) is None]:
         flags.append(f"cache state unknown: its warm-up is counted as a cold start's{_of(unknown, cell)}")
     return flags
-
-
-def parity_of(cell: Cell) -> str | None:
-    """The worst verdict over the cell's runs, of the regions' first checks and of replayed CUDA graphs."""
-    found: list[str] = []
-    for run in cell.finished:
-        report = run.record.report
-        for facts in (report.get("parity"), report.get("cuda_graph", {}).get("parity")):
-            if isinstance(facts, dict) and "verdict" in facts and facts.get("reason") != NOTHING_COMPILED:
-                verdict, reason = str(facts["verdict"]), facts.get("reason")
-                found.append(f"{verdict}: {reason}" if reason and verdict in ("skipped", NOT_COMPARED) else verdict)
-    worst = [each for kind in ("failed", NOT_COMPARED, "passed") for each in found if each.startswith(kind)]
-    return next(iter([*worst, *found]), None)
 
 
 def _not_finished(run: Run) -> str:

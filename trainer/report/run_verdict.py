@@ -17,6 +17,7 @@ from trainer.report.runs import PEER
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
 from trainer.telemetry.files import number
 from trainer.telemetry.record import RunRecord, RunVerdict
+from trainer.words import in_python, program, strategies_in_python
 
 EAGER, NOT_COMPARED = "eager", "not compared"
 MANY_RECOMPILES = 3
@@ -154,8 +155,11 @@ def _compile(names: Sequence[str]) -> str:
 def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bool = False) -> str:
     """The command of the run with other choices, as a person would paste it; for a script of one's own, what to do."""
     if record.script is not None:
-        calls = {"scripts.explain": "crucible.explain_module(module, batch)"}
-        return calls.get(module, "crucible.compare(module, data)" if sweep else f"the script with {' '.join(changes)}")
+        if module == "scripts.explain" or sweep:
+            return "crucible.compare(module, data)" if sweep else "crucible.explain_module(module, batch)"
+        name, _, value = changes[0].partition("=")
+        names = value.strip("[]").split(",")
+        return f"the script with {strategies_in_python(names, record.strategies) if name == 'compile' else changes[0]}"
     changed = {change.partition("=")[0] for change in changes} | {"resume", "repeat"}
     given = [part for part in record.command if part.lstrip("+").partition("=")[0] not in changed]
     given = [part for part in given if not part.lstrip("+").startswith("hydra.")]
@@ -165,7 +169,7 @@ def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bo
     if options and sweep:
         arm = " ".join([changes[0].removeprefix("compile=eager,"), *options]).replace('"', '\\"')
         changes = (f'hydra.launcher.arms=[eager,"{arm}"]', *changes[1:])
-    return shlex.join(["python", "-m", module, *(["-m"] if sweep else []), *given, *changes])
+    return shlex.join([*program(module), *(["-m"] if sweep else []), *given, *changes])
 
 
 # ---- in words ---------------------------------------------------------------------------------------------------
@@ -176,7 +180,8 @@ def verdict_lines(record: RunRecord) -> list[str]:
     verdict = record.verdict or run_verdict(record)
     if record.status == "failed":
         return []
-    lines = [f"verdict: {_judgement(record, verdict)}"]
+    judged = _judgement(record, verdict)
+    lines = [f"verdict: {judged if record.script is None else in_python(judged)}"]
     if verdict.ratio is not None and verdict.wait_seconds is not None:
         wait = f"wait: {number(verdict.wait_seconds, 1)} s for compiling and warm-up"
         if verdict.outcome == SLOWER:

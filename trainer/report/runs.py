@@ -20,7 +20,14 @@ from strategies import STRATEGIES
 from trainer.report.statistics import Estimate, estimate
 from trainer.telemetry.files import printable
 from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.words import program
 
+DECISIVE_VERSIONS = ("torch", "triton", "cuda")
+"""Software that decides how fast compiled code is."""
+NOTHING_COMPILED = "nothing compiled"
+"""Reason for which a comparison with eager is left out that nobody misses."""
+NOT_COMPARED = "not compared"
+"""Verdict of a comparison that would have shown nothing; graver than one that was not possible."""
 SECTIONS = ("task", "run", "trainer")
 """Parts of the configuration that make up the workload; beside them there are strategies, guards and the seed."""
 LOOSE = frozenset(
@@ -136,7 +143,7 @@ class Cell:
         peer = any(strategy["name"] == PEER for strategy in record.strategies)
         # What only a sweep gives: caches of its own, or the processes of a peer.
         by_sweep = any(word.startswith("repeat=") for word in record.command) or (peer and record.world_size > 1)
-        return shlex.join(["python", "-m", "trainer", *(["-m"] if by_sweep else []), *record.command])
+        return shlex.join([*program(), *(["-m"] if by_sweep else []), *record.command])
 
 
 def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | None = None) -> list[Run]:
@@ -299,3 +306,30 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def deciding(record: RunRecord) -> dict[str, str]:
+    """What runs of one workload must share to be compared. What a record does not hold is left out."""
+    peer = next((one for one in record.strategies if one["name"] == PEER), {})
+    values: dict[str, str | None] = {
+        "device": record.device,
+        **{name: record.versions.get(name) for name in DECISIVE_VERSIONS},
+        **{name: peer[name] for name in peer.keys() & record.versions},
+        "precision": record.precision,
+        "matrix products": record.matrix_precision,
+        "world size": str(record.world_size),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def parity_of(cell: Cell) -> str | None:
+    """The worst verdict over the cell's runs, of the regions' first checks and of replayed CUDA graphs."""
+    found: list[str] = []
+    for run in cell.finished:
+        report = run.record.report
+        for facts in (report.get("parity"), report.get("cuda_graph", {}).get("parity")):
+            if isinstance(facts, dict) and "verdict" in facts and facts.get("reason") != NOTHING_COMPILED:
+                verdict, reason = str(facts["verdict"]), facts.get("reason")
+                found.append(f"{verdict}: {reason}" if reason and verdict in ("skipped", NOT_COMPARED) else verdict)
+    worst = [each for kind in ("failed", NOT_COMPARED, "passed") for each in found if each.startswith(kind)]
+    return next(iter([*worst, *found]), None)

@@ -12,10 +12,10 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import partial
+from html import escape as escaped
 from typing import TYPE_CHECKING, Any
 
-from trainer.report.comparison import DECISIVE_VERSIONS, Row, WorkloadComparison, deciding, parity_of
-from trainer.report.runs import Cell, Run, fixed_settings, set_parameters
+from trainer.report.runs import DECISIVE_VERSIONS, Cell, Run, deciding, fixed_settings, parity_of, set_parameters
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
 from trainer.telemetry import files
 from trainer.telemetry.files import finite
@@ -23,6 +23,8 @@ from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from trainer.report.comparison import Row, WorkloadComparison
 
 ABSENT = "-"
 NOT_SURE = "~"
@@ -291,6 +293,54 @@ def piped(columns: Columns) -> list[str]:
 
 def _escaped(text: str) -> str:
     return text.replace("|", r"\|").replace("*", r"\*").replace("<", r"\<")
+
+
+def html(comparisons: Sequence[WorkloadComparison]) -> str:
+    """For a notebook: heading, table, verdict, what to know of the arms, and what the marks mean."""
+    parts, escape = [], partial(escaped, quote=False)
+    for found in comparisons:
+        columns = decision(found)
+        aligned = [f"text-align: {'left' if name in TEXT_COLUMNS else 'right'}" for name in columns]
+        head = "".join(f'<th style="{style}">{escape(name)}</th>' for name, style in zip(columns, aligned, strict=True))
+        rows = [
+            "".join(f'<td style="{style}">{escape(text)}</td>' for text, style in zip(row, aligned, strict=True))
+            for row in zip(*columns.values(), strict=True)
+        ]
+        parts += [f"<p><b>{escape(found.workload)}</b><br>{escape(conditions(found))}</p>"]
+        parts += [f"<table><thead><tr>{head}</tr></thead><tbody>", *(f"<tr>{row}</tr>" for row in rows)]
+        parts += ["</tbody></table>", f"<p><b>verdict: {escape(found.verdict)}</b></p>"]
+        parts += [f"<p>{escape(line)}</p>" for line in remarks(found)]
+    return "\n".join([*parts, *(f"<p>{escape(note)}</p>" for note in footnotes(comparisons))])
+
+
+def figures(found: WorkloadComparison) -> list[dict[str, Any]]:
+    """A row for each arm: what people decide by, and medians by the names of the record's fields; None = not known."""
+    rows = []
+    for row in found.rows:
+        cell, ratio = row.cell, row.ratio
+        peak = cell.over("peak_device_memory_gib")
+        rows.append(
+            {
+                "arm": cell.arm,
+                "runs": len(cell.finished),
+                "failed": len(cell.failed),
+                "step_seconds": _median(row.step_seconds),
+                "ratio": None if ratio is None else ratio.value,
+                "ratio_low": None if ratio is None else ratio.low,
+                "ratio_high": None if ratio is None else ratio.high,
+                "outcome": None if ratio is None else ratio.verdict,
+                "warmup_seconds": _median(cell.over("warmup_seconds", "cold")),
+                "warm_warmup_seconds": _median(row.warm_warmup_seconds),
+                "break_even_steps": row.break_even_steps,
+                "peak_device_memory_gib": None if peak is None else max(peak.values),
+                **{name: _median(figure_of(cell, name)) for name, _ in FIGURES.values()},
+            }
+        )
+    return rows
+
+
+def _median(value: Estimate | None) -> float | None:
+    return None if value is None else value.median
 
 
 def as_json(comparisons: Sequence[WorkloadComparison]) -> str:

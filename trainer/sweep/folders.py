@@ -56,8 +56,11 @@ def is_first_process() -> bool:
 
 def taken(folder: Path, resume: str | None) -> str | None:
     """Why a run that resumes ``resume`` may not write into ``folder``; None when it may."""
-    if resume is not None and folder.resolve() in (given := Path(resume).expanduser().resolve(), *given.parents):
-        return None
+    if resume is not None:
+        # Not by Path.resolve, which raises a RuntimeError for a symbolic link that leads to itself.
+        given = Path(os.path.realpath(Path(resume).expanduser()))
+        if Path(os.path.realpath(folder)) in (given, *given.parents):
+            return None
     if (folder / FILE_NAME).exists():
         what = "the record of another run"
     elif (folder / CHECKPOINT).exists():

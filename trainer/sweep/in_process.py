@@ -27,7 +27,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from rich.console import Console
 from torch.utils import _pytree as pytree
 
 from strategies import CudaGraph, Regional, Strategy, Whole
@@ -44,11 +43,14 @@ from trainer.process import process_settings
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
+from trainer.script import main_script, named
 from trainer.settings import TrainerConfig
 from trainer.sweep.environment import origin
+from trainer.sweep.telling import Teller, teller
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.words import in_python
 
 WARMUP_STEPS = 5
 MIN_STEADY_STEPS = 10
@@ -76,7 +78,9 @@ def compare(
     """Train copies of ``module`` eager and under strategies, in turn, and print which one to use for how many steps.
 
     Afterwards the module, the random numbers and torch's settings are what they were. An arm that fails is a row with
-    its reason. Returns what ``crucible.compare_runs`` makes of any runs: the verdict, and a row for each arm.
+    its reason. Returns what ``crucible.compare_runs`` makes of any runs: the verdict, and a row for each arm. In a
+    notebook one line says what goes on, and the answer shows itself as a table; ``answer.best`` names the fastest arm,
+    ``answer.to_dataframe()`` has the figures.
 
     Args:
         module: A LightningModule, or a function that makes one where it cannot be copied.
@@ -101,7 +105,7 @@ def compare(
     ours = isinstance(module, kinds(L.LightningModule))
     if not ours and (isinstance(module, torch.nn.Module) or not callable(module)):
         raise ValueError(f"compare: {type(module).__name__} is neither a LightningModule nor a function that makes one")
-    console = Console(quiet=quiet, highlight=False)
+    telling = teller(quiet=quiet)
 
     def make() -> L.LightningModule:
         return copy.deepcopy(module) if isinstance(module, kinds(L.LightningModule)) else module()
@@ -111,14 +115,17 @@ def compare(
         arms, note = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
         turns = _Turns(make=make, data=data, seed=seed, options=options, declared=declared, out=out)
         names = ", ".join(label(arm) for arm in arms)
-        console.print(f"comparing {names}: {rounds} rounds, {seconds / rounds:g} s of eager each, as many steps of all")
+        telling.note(f"comparing {names}: {rounds} rounds, {seconds / rounds:g} s of eager each, as many steps of all")
         if note:
-            console.print(note, markup=False)
-        turns.all(arms, rounds, seconds / rounds, console)
+            telling.note(note)
+        turns.all(arms, rounds, seconds / rounds, telling)
     found = compare_runs(turns.runs)[0]
+    found.verdict = in_python(found.verdict)
+    for row in found.rows:
+        row.flags = [in_python(flag) for flag in row.flags]
     if len(set(turns.first_batches)) > 1:
         found.unlike.append("first batch: the order of the data does not repeat under one seed")
-    tables.show([found], console)
+    telling.answer(found)
     return found
 
 
@@ -169,10 +176,10 @@ class _Turns:
     first_batches: list[Any] = field(default_factory=list)
     preparation_seconds: float = 0.0
 
-    def all(self, arms: Sequence[list[Strategy]], rounds: int, seconds: float, console: Console) -> None:
+    def all(self, arms: Sequence[list[Strategy]], rounds: int, seconds: float, telling: Teller) -> None:
         """Every arm once a round; who fails is left out from then on. Raises what eager raises."""
         with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
-            with console.status("getting ready"):
+            with telling.doing("getting ready"):
                 preparation = Preparation()
                 self._turn(RunRecord(task=""), [], folder, _Limit(steps=2))  # what a process does once
                 preparation.wait_for_imports()
@@ -185,14 +192,15 @@ class _Turns:
                     continue
                 strategies = copy.deepcopy(arm)
                 record = RunRecord(task="", seed=self.seed, round=number, **origin(strategies, ()))
+                record.script = named(main_script())
                 record.start, record.versions = "cold" if number == 1 else "warm", hardware.versions()
                 limit = _Limit(steps=steps, seconds=seconds if steps is None else LONGEST * seconds)
                 turn = f"{label(arm)}, round {number} of {rounds}"
-                with console.status(turn):
+                with telling.doing(turn):
                     self._turn(record, strategies, str(Path(folder, str(place))), limit)
-                console.print(f"{turn}: {_said(record)}")
+                telling.done(f"{turn}: {_said(record)}")
                 if limit.of_padding and number == 1:
-                    console.print(f"{label(arm)}: {limit.of_padding}", markup=False)
+                    telling.note(f"{label(arm)}: {limit.of_padding}")
                 steps = steps or record.steps
                 if record.status != "finished":
                     del left[place]

@@ -46,6 +46,7 @@ from trainer.sweep import plan
 from trainer.sweep.environment import CACHES_DIRECTORY, ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables, described
 from trainer.sweep.plan import REFUSED, PlannedCell
 from trainer.telemetry.record import RunRecord
+from trainer.words import program
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
 """Name that this module has in ``hydra.launcher._target_``."""
@@ -342,5 +343,5 @@ def summarize(runs: Sequence[Run], *, planned: int, sweep_dir: Path, console: Co
     if len(runs) < planned:
         console.print(f"stopped after {len(runs)} of {planned} cells")
     folder = shlex.quote(str(sweep_dir))
-    for command in (f"python -m scripts.compare {folder}", f"tensorboard --logdir {folder}"):
+    for command in (f"{shlex.join(program('scripts.compare'))} {folder}", f"tensorboard --logdir {folder}"):
         console.print(command, markup=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trainer.telemetry.record import FILE_NAME as RECORD_NAME
 from trainer.telemetry.record import RunRecord
+from trainer.words import program
 
 LOCK_NAME = ".sweep.lock"
 OPTION = "sweep="
@@ -179,7 +180,7 @@ def number_of(folder: Path) -> int:
 def again(arguments: Sequence[str], directory: Path) -> str:
     """The shell's line that continues the sweep that ``arguments`` have started in ``directory``."""
     given = [word for word in arguments if not word.startswith(f"{SWEEP_DIRECTORY}=")]
-    return shlex.join(["python", "-m", "trainer", *given, f"{OPTION}{directory}"])
+    return shlex.join([*program(), *given, f"{OPTION}{directory}"])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,145 @@
+"""``crucible.compare`` in a notebook: one line that changes, and an answer that shows itself."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.report.records import record
+from trainer.report.comparison import WorkloadComparison, compare_runs
+from trainer.report.runs import Run
+from trainer.sweep.telling import InNotebook, InTerminal, teller
+
+MODEL = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Lines(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)
+"""
+COMPARE = """
+import crucible
+
+arms = [crucible.Regional(backend="eager"), crucible.Whole(backend="eager")]
+answer = crucible.compare(Lines(), data, arms, seconds=0.02, rounds=2, trainer={"accelerator": "cpu"})
+answer
+"""
+
+
+def comparison(**step_seconds: float) -> WorkloadComparison:
+    """Two rounds of arms by their names, each two steps alike."""
+    runs = []
+    for number in (1, 2):
+        for arm, seconds in step_seconds.items():
+            made = record(arm, step_seconds=seconds * (1 + 0.001 * number))
+            made.round, made.start = number, "cold"
+            runs.append(Run(Path(f"{number}-{arm}"), made))
+    return compare_runs(runs)[0]
+
+
+@pytest.mark.slow
+def test_a_notebook_gets_one_line_and_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nbclient, nbformat = (pytest.importorskip(name) for name in ("nbclient", "nbformat"))
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(ROOT), str(ROOT / "trainer"), *sys.path]))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    new = nbformat.v4
+    notebook = new.new_notebook(cells=[new.new_code_cell(MODEL), new.new_code_cell(COMPARE)])
+    nbclient.NotebookClient(notebook, kernel_name="python3", timeout=500, resources={}).execute(cwd=str(tmp_path))
+    outputs = notebook.cells[1].outputs
+    assert len(outputs) <= 3, outputs
+    assert [each.output_type for each in outputs if each.output_type != "stream"] == ["display_data", "execute_result"]
+    shown, answer = (each.data for each in outputs if each.output_type != "stream")
+    lines = shown["text/plain"].splitlines()
+    assert lines[0].startswith("comparing eager, regional, whole: 2 rounds")
+    assert lines[-1].startswith("verdict: ")
+    assert "whole (backend=eager)" in answer["text/html"]
+    assert "<b>verdict: " in answer["text/html"]
+    assert "ipywidgets" not in str(outputs)
+
+
+def test_where_a_kernel_runs_the_one_output_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, str]] = []
+
+    class Handle:
+        def update(self, bundle: dict[str, str], raw: bool) -> None:
+            said.append(("update", bundle["text/plain"]))
+
+    def display(bundle: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        said.append(("display", bundle["text/plain"]))
+        return Handle()
+
+    ipython: Any = types.ModuleType("IPython")
+    ipython.display, ipython.get_ipython = types.SimpleNamespace(display=display), lambda: types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert isinstance(teller(quiet=False), InTerminal), "IPython in a terminal has no kernel"
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    assert isinstance(teller(quiet=True), InTerminal)
+    telling = teller(quiet=False)
+    assert isinstance(telling, InNotebook)
+    telling.note("comparing eager, whole")
+    with telling.doing("eager, round 1 of 1"):
+        pass
+    telling.done("eager, round 1 of 1: 3 ms a step")
+    with telling.doing("whole, round 1 of 1"):
+        pass
+    found = comparison(eager=0.1, whole=0.05)
+    telling.answer(found)
+    assert [how for how, _ in said] == ["display", *["update"] * 4]
+    assert said[3][1] == "comparing eager, whole\nwhole, round 1 of 1 ... (eager, round 1 of 1: 3 ms a step)"
+    assert said[-1][1] == f"comparing eager, whole\nverdict: {found.verdict}"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({"eager": 0.1, "whole": 0.05, "regional": 0.07}, "whole"),
+        ({"eager": 0.1, "whole": 0.2, "regional": 0.3}, "eager"),
+        ({"eager": 0.1, "whole": 0.2, "regional": 0.1}, None),
+        ({"eager": 0.1, "whole": 0.1}, None),
+        ({"whole": 0.1}, None),
+        ({"eager": 0.1}, None),
+    ],
+)
+def test_the_best_arm_is_one_that_is_shown_to_be(seconds: dict[str, float], best: str | None) -> None:
+    assert comparison(**seconds).best == best
+
+
+def test_the_answers_html_is_the_table_with_its_names_escaped() -> None:
+    found = comparison(eager=0.1, whole=0.05)
+    found.workload = "<script>"
+    text = found._repr_html_()
+    assert "<script>" not in text
+    assert "&lt;script&gt;" in text
+    assert text.count("<tr>") == 3
+    assert f"<b>verdict: {found.verdict}</b>" in text
+
+
+def test_the_figures_are_a_data_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = comparison(eager=0.1, whole=0.05)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pandas", None)
+        with pytest.raises(ImportError, match="to_dataframe needs pandas, which is not installed: pip install pandas"):
+            found.to_dataframe()
+    pytest.importorskip("pandas")
+    frame = found.to_dataframe()
+    assert list(frame.index) == ["eager", "whole"]
+    assert frame.loc["whole", "ratio"] == pytest.approx(2.0, rel=0.01)
+    assert frame.loc["eager", "ratio"] != frame.loc["eager", "ratio"], "NaN: the baseline has none"
+    assert frame.loc["whole", "step_seconds"] == pytest.approx(0.05, rel=0.01)
