@@ -155,6 +155,8 @@ def test_an_undeclared_module_has_its_children_compiled_and_a_note_says_what_sta
     assert "stays eager" in note
 
 
-def test_a_module_without_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"compile\.whole: .*no child with parameters"):
-        Whole().apply(Program(module=nn.Sequential(nn.ReLU(), nn.Identity())))
+def test_a_module_without_parameters_is_left_eager_and_says_so() -> None:
+    program = Program(module=nn.Sequential(nn.ReLU(), nn.Identity()))
+    Whole().apply(program)
+    assert program.eager_parts == {"whole": "the module has no child with parameters to compile"}
+    assert program.notes == ["whole: the module has no child with parameters to compile; it runs eager"]

@@ -235,7 +235,7 @@ def test_an_eager_step_that_fails_is_the_users_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
 def test_graphs_that_are_asked_for_beside_it_still_need_a_cuda_device() -> None:
-    with pytest.raises(ValueError, match=r"compile\.cuda_graph: .* CUDA"):
+    with pytest.raises(ValueError, match=r"CudaGraph: .* CUDA"):
         Compile([Auto(), CudaGraph()])
 
 
