@@ -123,11 +123,12 @@ def check_call(
     if state.cannot_restore:
         return Outcome(skipped=f"its forward may use up {', '.join([*dict.fromkeys(state.cannot_restore)][:3])}")
     runs = _Runs(module, args, kwargs, state)
-    how: dict[str, Any] = {"whole": whole, "draws_alike": draws_alike, "aligned": drew_as_inductor}
 
     def asked() -> Outcome:
         with without_inductors_graphs():
-            return _compared(runs, compiled, unit, multiple, **how)
+            return _compared(
+                runs, compiled, unit, multiple, whole=whole, draws_alike=draws_alike, aligned=drew_as_inductor
+            )
 
     torch.clear_autocast_cache()  # casts made here belong to no graph of the step
     hooks = _take_saved_tensors_hooks()

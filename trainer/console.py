@@ -26,7 +26,7 @@ from trainer.telemetry.files import headlines, number
 from trainer.telemetry.profile import profile_line
 from trainer.telemetry.record import FILE_NAME, AuditDifference, RankFigures, RunRecord, communication_of
 from trainer.telemetry.telemetry import Telemetry
-from trainer.words import in_python
+from trainer.words import as_typed
 
 ERROR_LOG = "error.log"
 """Where a run that failed leaves its traceback."""
@@ -153,7 +153,7 @@ def print_end(console: Console, record: RunRecord, run_dir: Path | None) -> None
         show(line)
     if record.status == "failed":
         reason = record.reason or ""
-        show(f"failed: {reason if record.script is None else in_python(reason)}", "red")
+        show(f"failed: {as_typed(reason, record.script)}", "red")
     if run_dir is None:
         return
     if record.status == "failed" and (run_dir / ERROR_LOG).is_file():

@@ -78,6 +78,11 @@ def in_python(text: str) -> str:
     return text.replace("hydra.launcher.rounds=", "rounds=")
 
 
+def as_typed(text: str, script: str | None) -> str:
+    """``text`` with options in Python where a ``script`` trains, see ``RunRecord.script``; else as it is."""
+    return text if script is None else in_python(text)
+
+
 def _value(text: str) -> str:
     quoted = text[0] in "['\"" or re.fullmatch(r"-?\d[\d.e+-]*|True|False|None", text)
     return PLAIN.get(text, text if quoted else f'"{text}"')

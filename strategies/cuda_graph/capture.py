@@ -564,10 +564,12 @@ class StepGraphs:
         observed = bool(shape.variants) and all(one.replay is None for one in shape.variants)
         if shape.refused or self._left_out or not (observed or shape.waits or calls.is_plain()):
             results = self.eager(calls.run, batch, for_good=shape.refused)
+            if not self._left_out:
+                shape.steady = self.parts.steady()
         else:
             results = self._watched(shape, batch, calls)
         if not self._left_out:
-            shape.seen, shape.steady = True, self.parts.steady()
+            shape.seen = True
             self._looks &= not shape.steady
         return results
 

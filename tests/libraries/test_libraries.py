@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from tests.libraries.trainings import ARMS, LIBRARIES, Result, apart, train
+from tests.libraries.trainings import ARMS, LIBRARIES, Result, relative_difference, train
 
 pytestmark = [pytest.mark.libraries, pytest.mark.timeout(600)]
 STEPS = 6
@@ -30,7 +30,10 @@ def test_a_library_trains_as_with_plain_lightning(library: str, arm: str) -> Non
     assert record.status == "finished", record.reason
     assert len(result.losses) == STEPS
     assert not any("is not eager's" in reason for reason in record.eager_parts.values()), record.eager_parts
-    expected, noise = plain(library).losses, apart(plain(library).losses, plain(library, rounded=True).losses)
+    expected, noise = (
+        plain(library).losses,
+        relative_difference(plain(library).losses, plain(library, rounded=True).losses),
+    )
     if library not in UNSEEDED:
         assert result.losses[0] == pytest.approx(expected[0], rel=1e-4)
-        assert apart(expected, result.losses) <= max(1e-3, 3 * noise)
+        assert relative_difference(expected, result.losses) <= max(1e-3, 3 * noise)

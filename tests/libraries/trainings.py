@@ -354,7 +354,7 @@ def _callbacks(library: str, arm: str | None, backend: str, result: Result, *, r
     return [Watch()] if arm is None else [Compile([kinds[arm]()], save=False, verbose=False), Watch()]
 
 
-def apart(losses: list[float], others: list[float]) -> float:
+def relative_difference(losses: list[float], others: list[float]) -> float:
     """The largest relative difference of two curves; infinite where one has other points, or none."""
     if len(losses) != len(others) or not losses:
         return float("inf")
@@ -374,7 +374,7 @@ def main() -> None:
     for library in given.libraries.split(","):
         try:
             plain = train(library, None, steps=given.steps).losses
-            noise = apart(plain, train(library, None, steps=given.steps, rounded=True).losses)
+            noise = relative_difference(plain, train(library, None, steps=given.steps, rounded=True).losses)
         except Exception as error:
             print(LINE.format(library, "plain", "ended", "", "", "", "", f"{type(error).__name__}: {error}"[:300]))
             continue
@@ -386,7 +386,7 @@ def main() -> None:
                 continue
             (record,) = result.records
             eager = "; ".join(f"{name}: {reason}" for name, reason in record.eager_parts.items())[:300]
-            figures = f"{apart(plain, result.losses):.1e}", f"{noise:.1e}", str(record.graphs)
+            figures = f"{relative_difference(plain, result.losses):.1e}", f"{noise:.1e}", str(record.graphs)
             regions = f"{record.regions_compiled} of {record.regions}"
             print(LINE.format(library, arm, record.status, *figures, regions, eager), flush=True)
 

@@ -7,6 +7,8 @@ import types
 from pathlib import Path
 from typing import Any
 
+import nbclient
+import nbformat
 import pytest
 
 from tests.conftest import ROOT
@@ -55,8 +57,6 @@ def comparison(**step_seconds: float) -> WorkloadComparison:
 
 @pytest.mark.slow
 def test_a_notebook_gets_one_line_and_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nbclient, nbformat = (pytest.importorskip(name) for name in ("nbclient", "nbformat"))
-    pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", ":".join([str(ROOT), str(ROOT / "trainer"), *sys.path]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     new = nbformat.v4
@@ -137,7 +137,6 @@ def test_the_figures_are_a_data_frame(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, "pandas", None)
         with pytest.raises(ImportError, match="to_dataframe needs pandas, which is not installed: pip install pandas"):
             found.to_dataframe()
-    pytest.importorskip("pandas")
     frame = found.to_dataframe()
     assert list(frame.index) == ["eager", "whole"]
     assert frame.loc["whole", "ratio"] == pytest.approx(2.0, rel=0.01)

@@ -26,7 +26,7 @@ from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
-from trainer.words import in_python
+from trainer.words import as_typed
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.steps import StepCapture
@@ -218,7 +218,7 @@ class Checks(StepHook):
         if kind.differs:
             self._differs(line, audited=any(one.proven for one in kind.proofs.values()))
         elif self._guarding.on_compile_error == "fail":
-            raise CompileFailed(self._said(f"on_compile_error=fail: {line}")) from kind.error
+            raise CompileFailed(as_typed(f"on_compile_error=fail: {line}", self._record.script)) from kind.error
         self.warn(line)
         self._event(line)
         done = self._program.report.setdefault("rollback", {"rolled_back": []})["rolled_back"]
@@ -230,7 +230,7 @@ class Checks(StepHook):
         if update.differs:
             self._differs(line, audited=update.trusted)
         elif update.error is not None and self._guarding.on_compile_error == "fail":
-            raise CompileFailed(self._said(f"on_compile_error=fail: {line}")) from update.error
+            raise CompileFailed(as_typed(f"on_compile_error=fail: {line}", self._record.script)) from update.error
 
     def _differs(self, line: str, *, audited: bool) -> None:
         clean = self.facts.last_clean_step
@@ -242,7 +242,7 @@ class Checks(StepHook):
         if self._guarding.on_difference == "fail":
             self.facts.verdict = "failed" if audited else self.facts.verdict
             self._write_parity()
-            raise ParityError(self._said(f"on_difference=fail: {line}"))
+            raise ParityError(as_typed(f"on_difference=fail: {line}", self._record.script))
         if audited:
             self.warn(line)
 
@@ -259,11 +259,7 @@ class Checks(StepHook):
         """Say ``line``, and keep it for the record."""
         self.warned.add(line)
         self._program.notes.append(line)
-        rank_zero_warn(self._said(line))
-
-    def _said(self, line: str) -> str:
-        """With options as they are written where this training was started from."""
-        return line if self._record.script is None else in_python(line)
+        rank_zero_warn(as_typed(line, self._record.script))
 
     def _event(self, line: str) -> None:
         events = self._telemetry.compiler.events
@@ -385,9 +381,10 @@ class Checks(StepHook):
         nothing = bool(missing) and len(missing) == len(self._program.regions)
         if self._loop.everywhere(nothing and last) and self._guarding.on_compile_error == "fail":
             raise CompiledNothing(
-                self._said(
+                as_typed(
                     f"on_compile_error=fail: {self._record.label}: of {len(missing)} regions nothing was compiled in "
-                    f"{self._steps} optimizer steps: {_by_reason(missing)}"
+                    f"{self._steps} optimizer steps: {_by_reason(missing)}",
+                    self._record.script,
                 )
             )
         if last and missing:

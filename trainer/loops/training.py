@@ -124,6 +124,10 @@ class CompiledTraining:
         """Whether options are those of Python, not of our command line."""
         return self._own is not None or self.record.script is not None
 
+    def _words(self, text: str) -> str:
+        """``text`` with options as the user writes them."""
+        return in_python(text) if self._in_script else text
+
     # ---- before training -------------------------------------------------------------------------------------------
 
     def apply_to(
@@ -229,9 +233,7 @@ class CompiledTraining:
         timing = Timing(loop, program, self.telemetry, self._found_slower, capture, wanted=timed)
         padding = program.padding
         if padding is not None and padding.warm and padding.edges:
-            self._recompiles = RecompileGuard(
-                padding, program, loop, self.telemetry.compiler, words=in_python if self._in_script else str
-            )
+            self._recompiles = RecompileGuard(padding, program, loop, self.telemetry.compiler, words=self._words)
         hooks = (self._chooser, self._recompiles, checks, timing, capture)
         self._checks, self._capture = checks, capture
         return [one for one in hooks if one is not None]
@@ -333,7 +335,7 @@ class CompiledTraining:
             for kind in self.program.kinds.values():
                 if kind.settle() and kind.failure is not None:
                     line = f"{kind.name} runs eager: {kind.failure}"
-                    rank_zero_warn(in_python(line) if self._in_script else line)
+                    rank_zero_warn(self._words(line))
         if self._recompiles is not None:
             self._recompiles.after_evaluation()
 
@@ -400,7 +402,7 @@ class CompiledTraining:
 
     def _log_notes(self, program: Program) -> None:
         for note in program.notes[self._notes_logged :]:
-            said = in_python(note) if self._in_script else note
+            said = self._words(note)
             self.record.notes.append(said)
             if self._checks is None or note not in self._checks.warned:
                 rank_zero_info(f"compile: {said}")

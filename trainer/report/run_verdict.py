@@ -17,7 +17,7 @@ from trainer.report.runs import PEER
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
 from trainer.telemetry.files import number
 from trainer.telemetry.record import RunRecord, RunVerdict
-from trainer.words import in_python, program, strategies_in_python
+from trainer.words import as_typed, program, strategies_in_python
 
 EAGER, NOT_COMPARED = "eager", "not compared"
 MANY_RECOMPILES = 3
@@ -181,7 +181,7 @@ def verdict_lines(record: RunRecord) -> list[str]:
     if record.status == "failed":
         return []
     judged = _judgement(record, verdict)
-    lines = [f"verdict: {judged if record.script is None else in_python(judged)}"]
+    lines = [f"verdict: {as_typed(judged, record.script)}"]
     if verdict.ratio is not None and verdict.wait_seconds is not None:
         wait = f"wait: {number(verdict.wait_seconds, 1)} s for compiling and warm-up"
         if verdict.outcome == SLOWER:
