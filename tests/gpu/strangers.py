@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -24,6 +25,8 @@ from typing import Any
 
 COLUMNS = ("model", "arm", "seed", "steps_per_second", "compile_seconds", "warmup_seconds", "graphs", "replayed",
            "parity", "audits", "eager_parts", "loss", "outcome")  # fmt: skip
+MARKS = (10, 50, 100, 200, 500, 1000, 2000)
+"""Steps at which the seconds since the beginning of ``fit`` are kept."""
 ARMS = "eager,regional+cuda_graph,whole+cuda_graph,auto"
 
 
@@ -121,10 +124,12 @@ def _train(model: str, arm: str, seed: int, options: argparse.Namespace) -> dict
     with torch.device(device):
         module = make(name, tiny=options.smoke)
     losses: list[torch.Tensor] = []
+    ends: list[float] = []
 
     class Losses(L.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             losses[:] = [*losses[:1], outputs["loss"]]
+            ends.append(time.perf_counter())
 
     callback = Compile(strategies, measure_peak=False, save=False)
     trainer = L.Trainer(
@@ -132,8 +137,10 @@ def _train(model: str, arm: str, seed: int, options: argparse.Namespace) -> dict
         callbacks=[Losses(), callback], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
+    began = time.perf_counter()
     trainer.fit(module, loader(name, tiny=options.smoke, steps=options.steps, device=device, mask=mask == "mask"))
     record = callback.record
+    stalls = sorted(((after - before, step) for step, (before, after) in enumerate(itertools.pairwise(ends), 1)))
     captured, median = record.report.get("cuda_graph", {}), record.steady_step_seconds_median
     parity, audits = record.report.get("parity", {}), record.audits
     return {
@@ -156,6 +163,9 @@ def _train(model: str, arm: str, seed: int, options: argparse.Namespace) -> dict
         "chosen": [facts["name"] for facts in record.chosen_strategies or []],
         "first_loss": float(losses[0]),
         "loss": float(losses[-1]),
+        "seconds_at": {step: round(ends[step - 1] - began, 2) for step in MARKS if step <= len(ends)},
+        "longest_steps": [(round(seconds, 2), step) for seconds, step in reversed(stalls[-4:])],
+        "setup_seconds": record.setup_seconds,
         "peak_gib": record.peak_device_memory_gib,
         "notes": record.notes,
         "versions": {"torch": torch.__version__},
