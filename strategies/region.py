@@ -79,6 +79,9 @@ class Proof:
     """Whether that does not wait until there is time: code was compiled for it since."""
     turn: int = 0
     """Which caller's: audits go from one to the next."""
+    reached: list[frozenset[str]] | None = None
+    """For each tensor among the outputs, the parameters that its gradient reaches; None = all reach all. An encoder's
+    blocks and a decoder's are of one kind, and reach others."""
 
     def is_for(self, region: Region) -> bool:
         return not self.callers or self.callers[self.turn % len(self.callers)] is region
@@ -116,8 +119,6 @@ class Kind:
         """What its forward changes elsewhere, as Dynamo has seen it."""
         self.owed: set[bool] = set()
         """Audits that are due whatever they cost: of a call with gradients, and of one without."""
-        self.reached: list[frozenset[str]] | None = None
-        """For each tensor among the outputs, the parameters that its gradient reaches; None = all reach all."""
         self._codes: dict[Any, types.FunctionType] = {}
 
     def code(self, module: nn.Module, layout: Any) -> types.FunctionType:
@@ -350,7 +351,7 @@ class Region:
             if proof.suspect in (None, self):  # another region's clean look clears nobody
                 proof.suspected, proof.suspect, proof.clean = [], None, True
             if any(one != outcome.reached[0] for one in outcome.reached):
-                kind.reached = outcome.reached
+                proof.reached = outcome.reached
         checking.report(
             Check(path=self.path, kind=kind.name, outcome=outcome, seconds=checking.clock() - began, audit=audit)
         )
@@ -377,7 +378,7 @@ class Region:
             proof.due = proof.must = True
             proof.turn = proof.callers.index(self)
         if torch.is_grad_enabled():
-            self._watch_backward(result, args, kwargs)
+            self._watch_backward(proof, result, args, kwargs)
         return result
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -454,7 +455,7 @@ class Region:
         if torch.is_grad_enabled():
             self.of.fail(DOUBLE_BACKWARD)
 
-    def _watch_backward(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _watch_backward(self, proof: Proof, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiled code has no gradient of its gradient, and gives zeros where eager gives none. Both are put right as
         the backward's results come."""
         leaves = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
@@ -471,14 +472,15 @@ class Region:
             if torch.is_grad_enabled():
                 self.of.fail(DOUBLE_BACKWARD)
                 return self._again(functions, places, given, gradients, args, kwargs, autocast)
-            if self.of.reached is None or all(one is not None for one in given):
+            if proof.reached is None or all(one is not None for one in given):
                 return None
-            return self._undefined(functions, places, given, gradients)
+            return self._undefined(proof.reached, functions, places, given, gradients)
 
         node.register_hook(hook)
 
     def _undefined(
         self,
+        of_outputs: list[frozenset[str]],
         functions: tuple[tuple[Any, int], ...],
         places: list[tuple[int, int]],
         given: tuple[Any, ...],
@@ -486,10 +488,9 @@ class Region:
     ) -> tuple[Any, ...]:
         """``gradients``, undefined for parameters that no output with a gradient depends on: weight decay would move
         them otherwise (BERT's pooler)."""
-        assert self.of.reached is not None
-        if len(places) != len(self.of.reached):
+        if len(places) != len(of_outputs):
             return gradients
-        reached = frozenset().union(*(self.of.reached[place] for place, nr in places if given[nr] is not None))
+        reached = frozenset().union(*(of_outputs[place] for place, nr in places if given[nr] is not None))
         if self._names is None:
             self._names = {id(one): name for name, one in self.module.named_parameters()}
         names = [self._names.get(id(getattr(one, "variable", None))) for one, _ in functions]

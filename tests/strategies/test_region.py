@@ -480,6 +480,45 @@ def test_a_gradient_of_a_gradient_is_eagers(compiled_steps: int) -> None:
     assert region(program).state is State.FAILED
     assert program.eager_parts["0"] == DOUBLE_BACKWARD
 
+class Bridged(nn.Module):
+    """A block of an encoder, or of a decoder, which looks at the encoder's results, too (T5)."""
+
+    def __init__(self, *, decodes: bool) -> None:
+        super().__init__()
+        self.own, self.table = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.cross = nn.Linear(8, 8) if decodes else None
+
+    def forward(self, x_BD: Tensor, context_BD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        hidden_BD = self.own(x_BD) + self.table
+        if self.cross is not None and context_BD is not None:
+            hidden_BD = hidden_BD + self.cross(context_BD).tanh()
+        return hidden_BD, self.table * 2
+
+
+def test_blocks_of_one_class_may_reach_other_parameters_each() -> None:
+    """What an output of the encoder's block reaches says nothing of the decoder's, of which the cross-attention stayed
+    untrained where it was checked first."""
+    torch.manual_seed(0)
+    decoder, encoder = Bridged(decodes=True), Bridged(decodes=False)
+    twin = copy.deepcopy(nn.ModuleList([decoder, encoder]))
+    program, x_BD = compiled(decoder, encoder), torch.randn(3, 8)
+    assert len(program.kinds) == 1
+
+    def train(encode: nn.Module, decode: nn.Module) -> None:
+        hidden_BD, _ = decode(x_BD, x_BD)
+        encode(hidden_BD)[0].square().sum().backward()
+
+    for _ in range(3):
+        with one_step(program):
+            train(encoder, decoder)
+        train(twin[1], twin[0])
+    assert all(one.state is State.COMPILED for one in program.regions)
+    expected = {name: one.grad for name, one in twin.named_parameters()}
+    for name, parameter in program.module.named_parameters():
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
 
 class TwoHeads(nn.Module):
     """BERT's pooler: an output that many losses do not use."""
