@@ -36,6 +36,8 @@ class Workload:
     """Of the first step, by how modules are compiled."""
     capture: float = 0.4
     kinds: int = 2
+    layers: dict[str, float] = field(default_factory=dict)
+    """That ``regional`` and ``whole`` compile."""
     parts: bool = True
     """Whether head and loss are declared as a part."""
     never_waits: tuple[str, ...] = ()
@@ -107,6 +109,13 @@ class Simulation:
         self._module: str | None = None
         self.chooser = Chooser(auto, self.loop, self.program, self.telemetry, self.switch)
         self.chosen = ""
+        count_kinds = self.chooser._count_kinds
+
+        def count() -> None:
+            count_kinds()
+            self.chooser._known.layers = dict(self.workload.layers)
+
+        self.chooser._count_kinds = count  # type: ignore[method-assign]
 
     @property
     def seconds(self) -> float:

@@ -29,6 +29,7 @@ WORKLOADS = {
         },
         compiling={"regional": 8.5, "whole": 31.0},
         kinds=4,
+        layers={"regional": 22, "whole": 114},
     ),
     "gpt2": Workload(
         steps={
@@ -40,6 +41,7 @@ WORKLOADS = {
             "whole+cuda_graph": 0.0651,
         },
         compiling={"regional": 5.7, "whole": 13.0},
+        layers={"regional": 8, "whole": 42},
         capture=1.2,
         never_waits=("eager", "regional", "whole"),
     ),
@@ -54,6 +56,7 @@ WORKLOADS = {
         },
         compiling={"regional": 33.0, "whole": 23.0},
         kinds=9,
+        layers={"regional": 55, "whole": 80},
     ),
     "llama": Workload(
         steps={
@@ -65,6 +68,8 @@ WORKLOADS = {
             "whole+cuda_graph": 0.0112,
         },
         compiling={"regional": 7.7, "whole": 20.0},
+        kinds=1,
+        layers={"regional": 8, "whole": 62},
         parts=False,
     ),
     "efficientnet": Workload(
@@ -76,12 +81,73 @@ WORKLOADS = {
             "regional+cuda_graph": 0.0150,
             "whole+cuda_graph": 0.0114,
         },
-        compiling={"regional": 60.0, "whole": 67.0},
-        kinds=16,
+        compiling={"regional": 76.0, "whole": 67.0},
+        kinds=7,
+        layers={"regional": 105, "whole": 110},
+        parts=False,
+    ),
+    "unet": Workload(  # this and the others: docs/log.md, 2026-11-27
+        steps={
+            "eager": 0.0197,
+            "regional": 0.0190,
+            "whole": 0.0170,
+            "cuda_graph": 0.0104,
+            "regional+cuda_graph": 0.0071,
+            "whole+cuda_graph": 0.0058,
+        },
+        compiling={"regional": 51.0, "whole": 31.0},
+        kinds=6,
+        layers={"regional": 33, "whole": 44},
+        parts=False,
+    ),
+    "gemma3": Workload(
+        steps={
+            "eager": 0.0715,
+            "regional": 0.060,
+            "whole": 0.055,
+            "cuda_graph": 0.0285,
+            "regional+cuda_graph": 0.0126,
+            "whole+cuda_graph": 0.0109,
+        },
+        compiling={"regional": 16.5, "whole": 51.0},
+        kinds=1,
+        layers={"regional": 11, "whole": 86},
+        parts=False,
+    ),
+    "swin": Workload(
+        steps={
+            "eager": 0.0521,
+            "regional": 0.050,
+            "whole": 0.046,
+            "cuda_graph": 0.0335,
+            "regional+cuda_graph": 0.0186,
+            "whole+cuda_graph": 0.0162,
+        },
+        compiling={"regional": 100.0, "whole": 74.0},
+        kinds=4,
+        layers={"regional": 28, "whole": 66},
+        parts=False,
+    ),
+    "convnext": Workload(
+        steps={
+            "eager": 0.0323,
+            "regional": 0.030,
+            "whole": 0.029,
+            "cuda_graph": 0.0265,
+            "regional+cuda_graph": 0.0165,
+            "whole+cuda_graph": 0.0164,
+        },
+        compiling={"regional": 46.0, "whole": 42.0},
+        kinds=4,
+        layers={"regional": 62, "whole": 64},
         parts=False,
     ),
 }
-SMALL = Workload(steps={"eager": 0.1, "regional": 0.08, "whole": 0.07}, compiling={"regional": 4.0, "whole": 9.0})
+SMALL = Workload(
+    steps={"eager": 0.1, "regional": 0.08, "whole": 0.07},
+    compiling={"regional": 4.0, "whole": 9.0},
+    layers={"regional": 1, "whole": 180},
+)
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -116,18 +182,20 @@ def test_a_long_run_ends_in_the_fastest_step(name: str, monkeypatch: pytest.Monk
 
 def test_what_is_cheap_comes_first_and_one_thing_changes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run = simulate(monkeypatch, WORKLOADS["llama"], 20_000).train()
-    assert run.tried == ["eager", "cuda_graph", "regional+cuda_graph", "whole+cuda_graph"]
+    assert run.tried == ["eager", "cuda_graph", "whole+cuda_graph"], "whose extra seconds 20,000 steps pay for"
+    run = simulate(monkeypatch, WORKLOADS["llama"], 4_000).train()
+    assert run.tried == ["eager", "cuda_graph", "regional+cuda_graph"]
 
 
 def test_whole_comes_first_where_there_are_many_kinds_of_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     run = simulate(monkeypatch, WORKLOADS["efficientnet"], 20_000).train()
     assert run.tried == ["eager", "cuda_graph", "whole+cuda_graph"]
-    fewer = replace(WORKLOADS["efficientnet"], kinds=2)
+    fewer = replace(WORKLOADS["efficientnet"], kinds=2, layers={"regional": 10, "whole": 260})
     assert simulate(monkeypatch, fewer, 20_000).train(200).tried[2] == "regional+cuda_graph"
 
 
 def test_without_a_capture_modules_alone_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = simulate(monkeypatch, WORKLOADS["llama"], 20_000, captures=False).train()
+    run = simulate(monkeypatch, SMALL, 20_000, captures=False).train()
     assert run.tried == ["eager", "regional", "whole"]
     only = simulate(monkeypatch, WORKLOADS["llama"], 20_000, captures=False, candidates=["whole"]).train(300)
     assert only.tried == ["eager", "whole"]
@@ -139,9 +207,9 @@ def test_the_plan_counts_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_under_several_optimizers_a_step_of_the_loop_counts_for_all_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert simulate(monkeypatch, SMALL, 600, captures=False).train().tried == ["eager", "regional"]
-    run = simulate(monkeypatch, replace(SMALL, optimizers=2), 600, captures=False)
-    assert run.train(300).tried == ["eager"], "half as many steps"
+    assert simulate(monkeypatch, SMALL, 300, captures=False).train().tried == ["eager", "regional"]
+    run = simulate(monkeypatch, replace(SMALL, optimizers=2), 300, captures=False)
+    assert run.train(150).tried == ["eager"], "half as many steps"
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
@@ -223,8 +291,8 @@ def test_what_does_not_compile_is_out_and_the_best_trains_on(monkeypatch: pytest
 def test_steps_that_eager_cannot_capture_are_not_captured_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = replace(WORKLOADS["llama"], fails={"cuda_graph": "it reads its loss"})
     run = simulate(monkeypatch, reads, 20_000).train(600)
-    assert run.tried == ["eager", "cuda_graph", "regional", "whole"]
-    assert run.program.report["auto"]["table"]["regional+cuda_graph"]["failed"] == "it reads its loss"
+    assert run.tried == ["eager", "cuda_graph", "whole"]
+    assert run.program.report["auto"]["table"]["whole+cuda_graph"]["failed"] == "it reads its loss"
 
 
 def test_a_run_that_ends_in_the_middle_of_a_trial_keeps_what_was_best(monkeypatch: pytest.MonkeyPatch) -> None:

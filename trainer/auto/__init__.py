@@ -1,9 +1,10 @@
 """The rule of ``compile=auto``: which arm the steps to come can pay for, from what was measured and plain bounds.
 
 An arm is one way to train: modules eager, ``regional`` or ``whole``, steps captured or not. One rule decides what is
-tried next: of the arms that differ in one thing from one that was timed, and whose saving in the steps to come would
-be ``PAYS`` times what setting up is expected to take, that which saves the most for each second of it. Captures are
-tried only where their seconds are at most ``SHARE`` of the whole run, from the start of the process on. No torch.
+tried next, of the arms that differ in one thing from one that was timed, and whose saving in the steps to come may be
+``PAYS`` times what setting up is expected to take. Captures of what trains already come first, where their seconds are
+at most ``SHARE`` of the whole run, from the start of the process on; of what has to be compiled, that with which the
+run is expected to be over first, since seconds spent on another arm are lost. No torch.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ SETUP_SECONDS = {"regional": 15.0, "whole": 35.0, "cuda_graph": 0.5}
 to 0.5 s, on H200s (docs/results/without_records.md)."""
 CACHED_SECONDS = {"regional": 4.0, "whole": 6.0}
 """The same for code that is in the compiler's caches: it is traced and checked again."""
-FIRST_KIND, EACH_KIND = 5.0, 3.0
-"""Seconds that ``regional`` takes where the kinds of its regions are known: to start the compiler, and for each of
-them. GPT-2 has 2 kinds and took 6 s, captioning 4 and 9 to 15 s, ResNet-50 ten and 33 s."""
-WHOLE_OVER_KINDS = 2.5
-"""How much longer than the regions of a program the whole of it takes at most: 0.7 to 3.6 in three programs."""
+COMPILER_SECONDS, EACH_GRAPH, EACH_LAYER = 2.0, 2.0, 0.35
+"""Seconds of a compile where it is known what is compiled: to start, for each graph, and for each module with weights
+of its own in it, of which a repeated one counts ``REPEATED``. On H200s (docs/log.md, 2026-11-27) it took 8 to 78 s in
+12 programs, 0.6 to 1.7 times this in all but two: Swin, whose blocks are compiled anew for other windows, 80 s for 20."""
+REPEATED = 0.5
+OFF = (0.5, 3.0)
+"""How much longer or shorter than that the machine at hand is taken to need, from what it needed for regions."""
 FURTHER_SHAPE = 0.5
 """Share of a first compile that one for another shape takes: 7 of 15 s a bucket, in captioning on an H200."""
 MAX_SAVED = {"regional": 0.4, "whole": 0.5}
@@ -42,6 +45,9 @@ WHOLE_OVER_REGIONAL, WHOLE_OVER_BLOCKS = 0.05, 0.2
 """Share of a step with compiled regions that one graph saves at most, where regions saved about as much as they can: 0
 to 3% in four programs that declare their head and loss as parts; 14 and 15% in Llama and T5, of which regions are the
 blocks alone."""
+SAVED, SAVED_MORE, SAVED_MORE_BY_BLOCKS = 0.35, 0.015, 0.08
+"""Share of a step that ``regional`` usually saves, and ``whole`` beyond that, where head and loss are parts and where
+regions are the blocks alone: 0.28 to 0.58, 0 to 0.02, 0.01 to 0.12 in 12 programs whose steps were captured."""
 MAX_SAVED_BY_CAPTURE = 0.5
 """Share of a step that a CUDA graph may save: all that the host takes."""
 MAX_SAVED_OF_GAPS, CAPTURE_STEPS = 0.03, 12
@@ -149,6 +155,8 @@ class Knowledge:
     arms: dict[tuple[str, bool], Arm]
     kinds: int | None = None
     """Kinds of regions that ``regional`` compiles; None where nobody knows."""
+    layers: dict[str, float] = field(default_factory=dict)
+    """Modules with weights of their own that ``regional`` and ``whole`` compile, a repeated one as ``REPEATED``."""
     blocks_alone: bool = False
     """Whether these are repeated blocks alone, so that head and loss stay eager."""
     cached: frozenset[str] = frozenset()
@@ -200,29 +208,36 @@ class Knowledge:
         tried = [one for one in self.arms.values() if one.module == module and one.switched_at_step is not None]
         if tried or module in self.cached:
             return CACHED_SECONDS[module]
-        seconds = SETUP_SECONDS[module]
+        seconds = self._bound_of_compile(module)
         regional = [one.setup_seconds for one in self.arms.values() if one.module == "regional" and one.setup_seconds]
-        if module == "regional" and self.kinds is not None:
-            seconds = FIRST_KIND + EACH_KIND * self.kinds
-        elif module == "whole" and regional and "regional" not in self.cached:
-            seconds = min(seconds, WHOLE_OVER_KINDS * max(regional))
+        if module == "whole" and regional and "regional" not in self.cached:
+            seconds *= min(max(max(regional) / self._bound_of_compile("regional"), OFF[0]), OFF[1])
         further = FURTHER_SHAPE * min(self.max_further_shapes, max(0, len(self.shapes) - 1))
         return seconds * (1 + (SYMBOLIC_SHAPE if self.symbolic else further))
+
+    def _bound_of_compile(self, module: str) -> float:
+        """For batches of one shape, on a machine of which nothing is known."""
+        if module not in self.layers:
+            return SETUP_SECONDS[module]
+        graphs = self.kinds or 1 if module == "regional" else 1
+        return COMPILER_SECONDS + EACH_GRAPH * graphs + EACH_LAYER * self.layers[module]
 
     # ---- what it saves
 
     def most_saved(self, arm: Arm, best: Arm) -> float:
         """The largest share of a step of ``best`` that ``arm`` may save: what was measured, else the least of what each
-        timed arm allows that differs from it in one thing."""
+        timed arm allows; nothing where none of these differs from it in one thing alone."""
         if arm.step_seconds is not None:
             return 1 - arm.over(best)
-        return min((1 - (1 - self._bound(one, arm)) * one.over(best) for one in self._neighbours(arm)), default=0.0)
-
-    def _neighbours(self, arm: Arm) -> list[Arm]:
         timed = [one for one in self.arms.values() if one.step_seconds is not None]
-        return [one for one in timed if (one.module == arm.module) is not (one.captured == arm.captured)]
+        if not any((one.module == arm.module) is not (one.captured == arm.captured) for one in timed):
+            return 0.0
+        return min(1 - (1 - self._bound(one, arm)) * one.over(best) for one in timed)
 
     def _bound(self, timed: Arm, arm: Arm) -> float:
+        if timed.module != arm.module and timed.captured != arm.captured:
+            between = Arm(module=arm.module, captured=timed.captured, never_waited_steps=timed.never_waited_steps)
+            return 1 - (1 - self._bound(timed, between)) * (1 - self._bound(between, arm))
         if timed.module == arm.module:
             if not arm.captured:  # no graph is given up to see whether it was in vain
                 return 0.0
@@ -247,11 +262,11 @@ class Knowledge:
     # ---- the rule
 
     def next(self, best: Arm, steps_left: float, age_seconds: float) -> Arm | None:
-        """The arm to try after ``best``, that with the most to gain for each second of setting up first; None where no
-        step pays for any. ``age_seconds`` is how long the process has run."""
+        """The arm to try after ``best``; None where the steps to come pay for none. ``age_seconds`` is how long the
+        process has run."""
         if best.step_seconds is None:
             return None
-        left, worth = steps_left * best.step_seconds, list[tuple[float, Arm]]()
+        left, worth = steps_left * best.step_seconds, list[tuple[float, float, Arm]]()
         for arm in self.arms.values():
             if arm is best or arm.switched_at_step is not None or arm.failed:
                 continue
@@ -264,8 +279,18 @@ class Knowledge:
             tried = setup + self._captures_tried()
             if arm.step_seconds is None and arm.module == best.module and tried > SHARE * (age_seconds + left):
                 continue
-            worth.append((saved / max(setup, 1e-9), arm))
-        return max(worth, key=lambda one: one[0])[1] if worth else None
+            worth.append((setup, saved, arm))
+        compiled = [one for one in worth if one[2].module == best.module or one[2].step_seconds is not None]
+        if compiled:
+            return max(compiled, key=lambda one: one[1] / max(one[0], 1e-9))[2]
+        return min(worth, key=lambda one: self._total(one[2], one[0], best, left))[2] if worth else None
+
+    def _total(self, arm: Arm, setup: float, best: Arm, left: float) -> float:
+        """Seconds until the end under ``arm``, which was not timed, if it saves what such arms usually do."""
+        usual = {EAGER: 0.0, "regional": SAVED}
+        usual["whole"] = SAVED + (SAVED_MORE_BY_BLOCKS if self.blocks_alone else SAVED_MORE)
+        saved = 1 - (1 - usual[arm.module]) / (1 - usual[best.module])
+        return setup + left * (1 - min(saved, self.most_saved(arm, best)))
 
     def best_known(self, base: Arm, steps_left: float) -> Arm:
         """The arm of least total time by what earlier runs measured; ``base`` unless more than ``MARGIN`` is saved."""

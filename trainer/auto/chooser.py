@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from strategies import STRATEGIES, Program, Regional, Strategy
@@ -18,7 +19,7 @@ from strategies.base import ordered
 from strategies.errors import one_line
 from strategies.loop import Loop, StepHook
 from strategies.modules import Auto
-from trainer.auto import EAGER, MARGIN, MODULES, SURE, Arm, Choice, Knowledge
+from trainer.auto import EAGER, MARGIN, MODULES, REPEATED, SURE, Arm, Choice, Knowledge
 from trainer.auto.memory import keep, memory_of, recall
 from trainer.telemetry.hardware import process_age_seconds
 from trainer.telemetry.machine import now
@@ -178,8 +179,9 @@ class Chooser(StepHook):
                 arm.failed = arm.failed or (str(error) if arm.module == "regional" else None)
             return
         self._known.blocks_alone = not parts
-        found = [module.get_submodule(path) for path in {*blocks, *parts}]
-        self._known.kinds = len({(type(one), tuple(weight.shape for weight in one.parameters())) for one in found})
+        found = {_kind_of(one): one for one in (module.get_submodule(path) for path in {*blocks, *parts})}
+        self._known.kinds = len(found)
+        self._known.layers = {"regional": _layers(found.values()), "whole": _layers([module])}
 
     def _may_capture(self) -> bool:
         loop, program = self._loop, self._program
@@ -413,3 +415,15 @@ class Chooser(StepHook):
             parts.append(f"the device never waited for the host in {best.never_waited_steps} steps")
         source = f" (began with what a run of {self.choice.remembered} measured)" if self.choice.remembered else ""
         return "; ".join(parts) + source
+
+
+def _kind_of(module: nn.Module) -> Any:
+    """Equal where a compiler makes the same of two modules."""
+    return type(module), tuple(weight.shape for weight in module.parameters())
+
+
+def _layers(modules: Iterable[nn.Module]) -> float:
+    """Modules with weights of their own, a repeated one as ``REPEATED``."""
+    layers = [one for each in modules for one in each.modules() if any(True for _ in one.parameters(recurse=False))]
+    different = len({_kind_of(one) for one in layers})
+    return different + REPEATED * (len(layers) - different)
