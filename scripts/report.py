@@ -104,8 +104,10 @@ def render(comparisons: Sequence[WorkloadComparison], scalings: Sequence[tuple[s
 
 
 def _headline(comparison: WorkloadComparison) -> tuple[str, str] | None:
-    """How many times as fast the fastest arm is (of those shown to be faster, if any), and what that is."""
+    """How many times as fast the fastest arm is (of those shown to be faster, if any), and what that is. None where
+    nobody can tell, as from single runs, which have no interval."""
     rated = [(row.ratio, row.cell) for row in comparison.rows if row.ratio is not None]
+    rated = [(ratio, cell) for ratio, cell in rated if ratio.low is not None]
     if not rated or comparison.verdict.startswith("no verdict"):
         return None
     ratio, cell = max(rated, key=lambda each: (each[0].verdict == FASTER, each[0].value))

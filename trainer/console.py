@@ -10,7 +10,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,9 +22,10 @@ from rich.text import Text
 from strategies import STRATEGIES
 from trainer.checkpoints import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
-from trainer.telemetry.files import headlines, number
+from trainer.telemetry.files import counted, cut, headlines, number
 from trainer.telemetry.profile import profile_line
 from trainer.telemetry.record import FILE_NAME, AuditDifference, RankFigures, RunRecord, communication_of
+from trainer.telemetry.source import place_lines
 from trainer.telemetry.telemetry import Telemetry
 from trainer.words import as_typed
 
@@ -130,40 +131,94 @@ def figures_line(telemetry: Telemetry) -> str:
     return " · ".join(parts if loss is None else [*parts, f"loss {loss:.3f}"])
 
 
-def print_summary(console: Console, record: RunRecord) -> None:
-    title = f"{record.task} · {record.label} · {record.status}"
-    table = Table(title=title, show_header=False, title_justify="left", min_width=len(title))  # or it would be wrapped
+def print_rows(console: Console, rows: Mapping[str, str]) -> None:
+    """The rows of a summary, names in a column of their own."""
+    table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    for name, value in summary(record).items():
+    for name, value in rows.items():
         table.add_row(name, Text(value))  # a reason may hold what rich would take for markup
     console.print(table)
 
 
-def print_end(console: Console, record: RunRecord, run_dir: Path | None) -> None:
-    """Summary, verdict, reason, and the lines that open TensorBoard or go on in ``run_dir``, unless that is None."""
+def print_end(console: Console, record: RunRecord, run_dir: Path | None, *, full: bool = False) -> None:
+    """What a person wants to know first: the verdict or the error, and what to do next; then the figures that matter,
+    or all where ``full``, and the line that opens TensorBoard in ``run_dir``, unless that is None."""
 
     def show(line: str, style: str | None = None) -> None:
         console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
-    print_summary(console, record)
-    for note in record.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+    show(f"{record.task} · {record.label} · {record.status}", "bold")
     for line in verdict_lines(record):
         show(line)
     if record.status == "failed":
         reason = record.reason or ""
         show(f"failed: {as_typed(reason, record.script)}", "red")
+        for line in place_lines(record.failed_at):
+            show(line)
+    if run_dir is not None and record.status == "failed" and (run_dir / ERROR_LOG).is_file():
+        show(f"traceback: {shown(run_dir / ERROR_LOG)}")
+    if run_dir is not None and record.status != "finished" and (checkpoint := _last_checkpoint(record, run_dir)):
+        where = checkpoint if record.script is not None else run_dir
+        show(f"continue with: {command(record, f'resume={shown(where)}')}")
+    rows, alarms = summary(record), _alarms(record)
+    print_rows(console, rows if full else first_rows(rows) | alarms)
+    notes = record.notes if full else [cut(note, LONGEST_NOTE) for note in record.notes[: MOST_NOTES - len(alarms)]]
+    for note in notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    left_out = len(record.notes) - len(notes)
+    more = f" and {counted(left_out, 'more note')}" if left_out else ""
     if run_dir is None:
         return
-    if record.status == "failed" and (run_dir / ERROR_LOG).is_file():
-        show(f"traceback: {shown(run_dir / ERROR_LOG)}")
-    if record.status != "finished" and (run_dir / DIRECTORY / LAST).is_file():
-        show(f"continue with: {command(record, f'resume={shown(run_dir)}')}")
-    if record.script is not None:
-        show(f"record: {shown(run_dir / FILE_NAME)}")
+    if not full:
+        option = "trainer.summary=full, or " if record.script is None else ""
+        show(f"all figures{more}: {option}{shown(run_dir / FILE_NAME)}")
     if record.script is None or any(run_dir.glob("events.out.tfevents*")):
         show(f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}")
+
+
+def _last_checkpoint(record: RunRecord, run_dir: Path) -> Path | None:
+    """The checkpoint from which a run can go on; in a script, the newest that Lightning has left beside the record."""
+    last = run_dir / DIRECTORY / LAST
+    if record.script is None or last.exists():
+        return last if last.is_file() else None
+    return max(run_dir.glob(f"{DIRECTORY}/*.ckpt"), key=lambda one: one.stat().st_mtime, default=None)
+
+
+FIRST_ROWS = (
+    *("steady step", "graphs / breaks / recompiles", "parity with eager", "compile", "peak memory"),
+    *("samples", "final loss", "optimizer steps"),
+)
+"""Rows of the summary by how much they matter."""
+ROWS = 5
+"""So many of them are shown unless more are asked for: what is printed at the end fits a screen of 24 lines."""
+MOST_NOTES = 3
+"""Alarms and notes together; all were printed when they came."""
+LONGEST_NOTE = 150
+"""Characters."""
+
+
+def first_rows(rows: Mapping[str, str]) -> dict[str, str]:
+    """Those of a summary's rows that matter most."""
+    there = [name for name in FIRST_ROWS if name in rows and rows[name] != NOTHING]
+    return {name: rows[name] for name in there[:ROWS]}
+
+
+def _alarms(record: RunRecord) -> dict[str, str]:
+    """Rows that say that something is not as it should be."""
+    audits, waiting = record.audits, record.data_wait_share
+    wrong = {
+        "regions compiled": (record.regions_compiled or 0) < (record.regions or 0),
+        "ran eager instead": True,
+        "audits": audits is not None and audits.verdict in ("failed", "went eager"),
+        "CUDA graphs skipped": True,
+        "new shapes": True,
+        "waiting for data": waiting is not None and waiting > MUCH_WAITING,
+        "machine": True,
+        "skipped items": True,
+    }
+    rows = summary(record)
+    return {name: cut(rows[name], LONGEST_NOTE) for name, is_wrong in wrong.items() if is_wrong and name in rows}
 
 
 def announce(console: Console, record: RunRecord, run_dir: Path) -> None:
@@ -180,6 +235,7 @@ def shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+NOTHING = "nothing to compile"
 OWN_ROWS = ("parity", "profile", "rollback", "slowdown")
 """Parts of the report that are shown in a row of their own wording, or in the verdict."""
 MUCH_WAITING = 0.05
@@ -200,7 +256,7 @@ def summary(record: RunRecord) -> dict[str, str]:
         "strategies": record.label + chosen,
         "device": _device(record),
         "optimizer steps": _with("{}", record.steps),
-        **(_compiled(record) if record.strategies else {"compile": "nothing to compile"}),
+        **(_compiled(record) if record.strategies else {"compile": NOTHING}),
         "ran eager instead": _fallbacks(record),
         "parity with eager": _parity(record),
         "audits": _audits(record),
@@ -250,10 +306,13 @@ def _device(record: RunRecord) -> str:
 
 def _compiled(record: RunRecord) -> dict[str, str]:
     cache = f" ({record.cache} start: {record.cache_hits} hits, {record.cache_misses} misses)" if record.cache else ""
+    expected = record.expected_recompiles
+    unexpected = None if record.recompiles is None else record.recompiles - expected
     return {
         "compile": _with("{} s", record.compile_seconds, decimals=1) + cache,
         "regions compiled": _with("{} of {}", record.regions_compiled, record.regions or None),
-        "graphs / breaks / recompiles": _with("{} / {} / {}", record.graphs, record.graph_breaks, record.recompiles),
+        "graphs / breaks / recompiles": _with("{} / {} / {}", record.graphs, record.graph_breaks, unexpected)
+        + (f" (+{expected} expected)" if expected else ""),
     }
 
 

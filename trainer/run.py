@@ -34,6 +34,7 @@ from trainer.sweep.environment import Launch, described, launched
 from trainer.sweep.folders import claim, is_first_process, put_back, release
 from trainer.telemetry import hardware
 from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.telemetry.source import raised_at
 
 OTHERS_LOG = "error.rank*.log"
 """Tracebacks of the other processes, after the name of their host."""
@@ -102,7 +103,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         if stopped and not isinstance(error, NonFiniteLoss):
             record.status, record.signal, record.reason = "interrupted", stopped, one_line(cause)
         else:
-            record.status, record.reason = "failed", one_line(cause)
+            record.status, record.reason, record.failed_at = "failed", one_line(cause), raised_at(cause)
         if record.status == "failed" and not job.started:
             refused = isinstance(error, ValueError) or is_out_of_memory(error)
             if isinstance(error, ValueError):
@@ -124,7 +125,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
                 put_back(replaced, run_dir)
             if keeper is not None:
                 keeper.end()
-    print_end(console, record, run_dir)
+    print_end(console, record, run_dir, full=config.trainer.summary == "full")
     for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
         if log.stat().st_mtime >= began:  # else of an earlier start
             console.print(f"traceback of another process: {shown(log)}", highlight=False, markup=False, soft_wrap=True)

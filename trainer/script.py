@@ -30,6 +30,7 @@ from trainer.sweep.environment import origin
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.telemetry.source import raised_at
 from trainer.telemetry.telemetry import Telemetry
 
 
@@ -127,7 +128,7 @@ class OwnRun:
         """The training ends by ``error``, in the middle or while it was set up."""
         if record.status not in (NOT_STARTED, "running"):
             return  # what failed came after it
-        record.status, record.reason = "failed", one_line(error)
+        record.status, record.reason, record.failed_at = "failed", one_line(error), raised_at(error)
         if (signum := getattr(error, "signum", None)) is not None:
             record.status, record.signal = "interrupted", signum
         if isinstance(error, KeyboardInterrupt):

@@ -19,6 +19,7 @@ PRECISIONS = (
     *("transformer-engine", "transformer-engine-float16"),
 )
 PROGRESS = ("auto", "live", "plain", "none")
+SUMMARY = ("short", "full")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 ON_NONFINITE_LOSS = ("fail", "warn")
 REPEAT = ("cold", "warm")
@@ -95,6 +96,9 @@ class TrainerConfig:
     """Ask torch for deterministic algorithms (slower); losses then repeat for one seed on one machine."""
     progress: str = "auto"
     """One of ``PROGRESS``: a live display, plain lines, or nothing; ``auto`` = live on a terminal, else plain."""
+    summary: str = "short"
+    """One of ``SUMMARY``: what is printed below the verdict at the end, the figures that matter most or all; the record
+    has all."""
     matmul_precision: str = "high"
     """One of ``MATMUL_PRECISIONS``: precision of float32 matrix products, as ``torch.set_float32_matmul_precision``."""
     measure_peak: bool | None = None
@@ -103,7 +107,12 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
-        choices = {"precision": PRECISIONS, "progress": PROGRESS, "matmul_precision": MATMUL_PRECISIONS}
+        choices = {
+            "precision": PRECISIONS,
+            "progress": PROGRESS,
+            "summary": SUMMARY,
+            "matmul_precision": MATMUL_PRECISIONS,
+        }
         complaints = found_wrong(self, "trainer.", choices, AT_LEAST)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             complaints.append(f"trainer.gradient_clip_val={self.gradient_clip_val} must be above 0, or null for none")

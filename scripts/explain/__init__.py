@@ -23,11 +23,6 @@ BARE = {
     "step_unsupported": "a function that is called here breaks, so that the graph around the call ends too",
 }
 """What the breaks are for which torch has one word and no explanation."""
-EXPECTED = re.compile(
-    r"grad_mode|autocast|\.training\b|requires_grad|dispatch key|(size|stride|rank) mismatch|\.(size|stride)\(\)| % "
-)
-"""Guards by which graphs of validation differ, those of shapes that a strategy lets come first, and, in the first step,
-of copies of one class that share their code: the first one's input."""
 COMPILE_ID = re.compile(r"^\d+/\d+(_\d+)?: ", re.MULTILINE)
 
 
@@ -90,8 +85,7 @@ def findings(events: Iterable[Event], kind: str, *, first_steps: int = 1) -> lis
         text = COMPILE_ID.sub("", event.reason) or "no reason given"
         more = BARE.get(text.split()[0])
         text = f"{text}: {more}" if more else text
-        early = event.phase != "training" or (event.step or 0) <= first_steps
-        expected = kind == "recompile" and early and EXPECTED.search(text.partition("\n")[0]) is not None
+        expected = event.is_expected(first_steps=first_steps)
         place = (event.location or "").rpartition(" ")[0] or text
         one = kept.setdefault((place, expected), Finding(texts=[], where=event.location, count=0))
         one.count, one.expected = one.count + 1, expected

@@ -18,7 +18,7 @@ from scripts.arguments import composed_training, exit_code, parser, positive
 from scripts.explain import BATCHES, Explanation, Finding
 from trainer.process import StopRequest, importing, leaving
 from trainer.telemetry.files import counted
-from trainer.telemetry.source import line_at, shown
+from trainer.telemetry.source import place_lines
 
 EXAMPLES = """\
 examples:
@@ -97,10 +97,8 @@ def verdict(explanation: Explanation) -> str:
 def _print_problem(title: str, one: Finding, console: Console) -> None:
     times = "" if one.count == 1 else f", {one.count} times"
     console.print(f"\n{title}{times}")
-    if (line := line_at(one.where)) is not None:
-        console.print(f"  {shown(line.file)}:{line.number} in {line.function}", markup=False)
-        if line.code:
-            console.print(f"    [bold]{markup.escape(line.code)}[/]")
+    for number, line in enumerate(place_lines(one.where)):
+        console.print(line, markup=False, style="bold" if number else None)
     more = [f"and {len(one.texts) - MAX_TEXTS} more"] if len(one.texts) > MAX_TEXTS else []
     console.print(textwrap.indent("\n".join([*one.texts[:MAX_TEXTS], *more]), "  "), markup=False)
 

@@ -60,7 +60,7 @@ def explain(
         strategies,
         lambda made: [made, Quiet(made, before_steps)],
         max_steps=batches,
-        accumulate_grad_batches=1,  # what comes after the first batch comes after the first step: see EXPECTED
+        accumulate_grad_batches=1,  # what comes after the first batch comes after the first step: see Event.is_expected
         val_every_n_steps=-(-batches // 2) if config.trainer.val_every_n_steps else 0,
         val_batches=VALIDATION_BATCHES,
         checkpoint_every_n_steps=None,

@@ -48,9 +48,12 @@ def test_a_sound_run_has_none() -> None:
         ({"final_loss": 0.6}, "final loss 0.6000, the baseline's 0.4652"),
         (
             {"events": [Event(kind="graph_break", reason="print")] * 2},
-            "2 graph breaks; crucible explain names the lines",
+            "2 graph breaks; python -m scripts.explain names the lines",
         ),
-        ({"events": [Event(kind="recompile", reason="size")]}, "1 recompile; crucible report lists the reasons"),
+        (
+            {"events": [Event(kind="recompile", reason="size")]},
+            "1 recompile; python -m scripts.report lists the reasons",
+        ),
         ({"start": None, "cache": None}, "cache state unknown: its warm-up is counted as a cold start's"),
         ({"status": "running"}, "still running, or killed while it was (1)"),
         ({"status": "interrupted", "steps": 1200, "reason": "SIGINT"}, "interrupted after 1,200 steps: SIGINT (1)"),

@@ -73,6 +73,13 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     return report([*static(rounds=2), *ragged()], tmp_path_factory.mktemp("report"))
 
 
+def test_single_runs_have_no_number_in_large_type(html: str, tmp_path: Path) -> None:
+    assert 'class="headline"' in html
+    one = report([each for each in static(rounds=1) if each.start == "cold"], tmp_path)
+    assert 'class="headline"' not in one
+    assert "Cannot tell from single runs" in Page(one).text
+
+
 def test_nothing_is_loaded_from_anywhere(html: str) -> None:
     page = Page(html)
     loaded = [value for _, found in page.tags for name, value in found.items() if name in LOADS and value]

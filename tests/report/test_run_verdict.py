@@ -67,6 +67,9 @@ def test_no_payback_is_claimed_where_the_spread_allows_no_claim() -> None:
     assert verdict.break_even_steps is verdict.paid is None
     assert verdict.next_command is not None
     assert verdict.next_command.endswith("-m task=toy compile=eager,regional hydra.launcher.rounds=3")
+    assert verdict.ratio is not None
+    assert verdict.shown_ratio is None, "no number stands where there is no room for its interval"
+    assert run_verdict(record(FASTER)).shown_ratio == pytest.approx(1.25, rel=0.01)
     lines = verdict_lines(record(NOISY))
     assert "pays" not in " ".join(lines)
     single = run_verdict(record(timed([0.1], [0.05])))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from rich.console import Console
 
 import trainer.console
 from trainer.console import ProgressView, print_end, summary
+from trainer.telemetry.machine import MachineFacts
 from trainer.telemetry.record import Event, RunRecord
+from trainer.telemetry.source import raised_at
 
 COMPILED: dict[str, Any] = {"label": "regional", "strategies": [{"name": "regional"}]}
 
@@ -75,6 +80,110 @@ def test_the_rows_of_a_compiled_run_say_what_it_cost() -> None:
     assert rows["ran eager instead"] == "no formula"
     record.status = "failed"
     assert "ran eager instead" not in summary(record)
+
+
+def test_recompiles_that_every_run_has_are_told_apart() -> None:
+    guard = "tensor 'x' size mismatch at index 1. expected 8, actual 9"
+    events = [
+        Event(kind="recompile", reason="GLOBAL_STATE changed: grad_mode", phase="validating", step=4),
+        *(Event(kind="recompile", reason=guard, step=step) for step in (1, 2, 3)),
+        Event(kind="graph_break", reason="print"),
+    ]
+    record = RunRecord(task="captioning", graphs=9, graph_breaks=1, recompiles=4, events=events, **COMPILED)
+    assert summary(record)["graphs / breaks / recompiles"] == "9 / 1 / 2 (+2 expected)"
+    record.report = {"buckets": {"batch_sizes": [8, 4, 2]}}
+    assert summary(record)["graphs / breaks / recompiles"] == "9 / 1 / 0 (+4 expected)", "one for each planned shape"
+
+
+def eventful() -> RunRecord:
+    """A run that has much to say."""
+    pairs = {"eager_seconds": [0.0407, 0.041, 0.042], "compiled_seconds": [0.040, 0.041, 0.0399]}
+    worst = {"gradient": {"what": "weight", "difference": 7.8e-07, "tolerance": 1.4e-06}}
+    record = RunRecord(task="captioning", status="finished", graphs=6, graph_breaks=0, **COMPILED)
+    record.command = ["task=captioning", "task/data=coco", "task.data.root=/data/coco/2017", "compile=regional"]
+    record.report = {
+        "parity": {"verdict": "passed", "checks": 14, "how": ["exact"], "worst": worst},
+        "slowdown": {"before_the_first_step": pairs, "on_later_batches": [pairs] * 19},
+        "cached": {"state": "idle", "reason": "nothing was compiled by Inductor"},
+    }
+    record.compile_seconds, record.recompiles, record.regions, record.regions_compiled = 199.3, 2, 10, 9
+    record.cache, record.cache_hits, record.cache_misses = "cold", 0, 12
+    record.machine = MachineFacts(seconds=9.0, processors=2, load_average=7.9, other_processors=1.5)
+    record.warmup_seconds, record.warmup_steps, record.steady_steps, record.steps = 267.14, 6, 540, 600
+    record.steady_step_seconds_mean, record.steady_step_seconds_median = 0.0412, 0.0401
+    record.steady_step_seconds_p95, record.steady_steps_per_second = 0.0681, 24.2
+    record.samples_per_second, record.peak_process_memory_gib, record.final_loss = 387.0, 1.07, 1.1418
+    record.events = [Event(kind="fallback", reason="DecoderBlock: decoder.3 runs eager from step 2 on: it differs")]
+    record.notes = ["decoder: " + "a long note that says what happened and what helps " * 9] * 7
+    return record
+
+
+def test_the_end_of_a_run_fits_a_screen_and_says_first_whether_it_paid_and_what_is_next(tmp_path: Path) -> None:
+    narrow = Console(file=io.StringIO(), width=80)
+    print_end(narrow, eventful(), tmp_path)
+    said = printed(narrow).splitlines()
+    assert sum(max(1, -(-len(line) // 80)) for line in said) <= 24
+    title, verdict, wait, following, *rows = said
+    assert title == "captioning · regional · finished"
+    assert verdict.startswith("verdict: faster than eager")
+    assert wait.startswith("wait: ")
+    assert following.startswith("next: python -m trainer task=captioning")
+    names = ["steady step", "graphs / breaks / recompiles", "parity with eager", "compile", "peak memory"]
+    alarms = ["regions compiled", "ran eager instead", "machine"]
+    assert [line.partition("  ")[0] for line in rows if line.partition("  ")[0] in [*names, *alarms]] == names + alarms
+    assert f"all figures and 7 more notes: trainer.summary=full, or {tmp_path / 'record.json'}" in rows
+
+
+def test_all_figures_and_notes_are_printed_where_they_are_asked_for(console: Console, tmp_path: Path) -> None:
+    record = eventful()
+    print_end(console, record, tmp_path, full=True)
+    said = printed(console)
+    assert all(f"\n{name}  " in said for name in summary(record))
+    assert said.count("note: decoder") == 7
+    assert "all figures" not in said
+
+
+def test_what_a_script_goes_on_from_is_python(
+    console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "logs" / "checkpoints"
+    folder.mkdir(parents=True)
+    for number, name in enumerate(("epoch=0-step=20.ckpt", "epoch=0-step=10.ckpt")):
+        (folder / name).touch()
+        os.utime(folder / name, (number, number))
+    record = RunRecord(task="Mine", status="interrupted", script="mine.py")
+    print_end(console, record, tmp_path / "logs")
+    newest = "logs/checkpoints/epoch=0-step=10.ckpt"
+    assert f'continue with: trainer.fit(..., ckpt_path="{newest}")' in printed(console).splitlines()
+
+
+class Broken(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x  # of a shape that does not fit
+
+
+def test_a_failed_run_shows_the_users_own_line(console: Console) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        Broken()(torch.ones(2, 3))
+    record = RunRecord(task="Mine", status="failed", reason="RuntimeError: shapes", script="mine.py")
+    record.failed_at = raised_at(raised.value)
+    print_end(console, record, None)
+    _, failed, place, code = printed(console).splitlines()[:4]
+    assert failed == "failed: RuntimeError: shapes"
+    assert re.fullmatch(r"  tests/trainer/test_console_view.py:\d+ in forward", place)
+    assert code == "    return x @ x  # of a shape that does not fit"
+
+
+def test_what_a_loaders_process_raised_is_shown_by_its_own_line() -> None:
+    text = f'''Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "{torch.__path__[0]}/utils/data/_utils/worker.py", line 1, in _worker_loop
+    data = fetcher.fetch(index)
+  File "/mine/data.py", line 12, in __getitem__
+ValueError: no caption'''
+    assert raised_at(ValueError(text)) == "/mine/data.py:12 __getitem__"
+    assert raised_at(ValueError("nobody's")) is None
 
 
 def test_parity_is_the_first_checks_with_what_came_nearest_to_its_tolerance() -> None:

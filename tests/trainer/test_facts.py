@@ -11,7 +11,7 @@ from rich.console import Console
 
 from strategies import STRATEGIES
 from tests.trainer.runs import train
-from trainer.console import print_summary, summary
+from trainer.console import print_rows, summary
 from trainer.telemetry.files import flat, headlines, shown
 from trainer.telemetry.record import RunRecord
 
@@ -63,7 +63,7 @@ def test_known_names_without_a_known_fact_show_what_there_is() -> None:
 def test_a_reason_is_printed_as_it_is() -> None:
     console = Console(file=io.StringIO(), width=200)
     record = RunRecord(task="captioning", report={"cuda_graph": {"refused": ["[bold]item[/] | read"]}})
-    print_summary(console, record)
+    print_rows(console, summary(record))
     assert "[bold]item[/] | read" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

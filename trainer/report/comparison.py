@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from trainer.report import statistics
 from trainer.report.runs import Cell, Run, deciding, group, parity_of, start_of
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Crossing, Estimate, Ratio, Sample, rounded
 from trainer.telemetry.files import counted, printable
+from trainer.words import program
 
 AT_STEPS = (500, 2000, 20000)
 """Numbers of steps for which total times are given."""
@@ -200,7 +202,7 @@ def _verdict(found: WorkloadComparison) -> str:
     if any(ratio.shown for ratio in ratios):
         text = _advice(found)
     elif all(ratio.low is None for ratio in ratios):
-        text = f"single runs show no difference from {base}; repeat with hydra.launcher.rounds=3"
+        text = "cannot tell from single runs; repeat with hydra.launcher.rounds=3"
     else:
         text = f"no difference from {base} is shown; more rounds or longer runs may show one"
     # What weakens it: thin figures of the arms that it names, or runs that are unlike.
@@ -347,9 +349,12 @@ def _rolled_back(cell: Cell) -> Iterator[str]:
 
 def _compiled(cell: Cell) -> Iterator[str]:
     """What was compiled in pieces, or again while it trained; validation has graphs of its own."""
+    explain, report = (shlex.join(program(f"scripts.{name}")) for name in ("explain", "report"))
+    if cell.runs[0].record.script is not None:
+        explain = "crucible.explain_module"
     for kind, hint in (
-        ("graph_break", "crucible explain names the lines"),
-        ("recompile", "crucible report lists the reasons"),
+        ("graph_break", f"{explain} names the lines"),
+        ("recompile", f"{report} lists the reasons"),
     ):
         counts = [sum(one.kind == kind and one.phase != "validating" for one in run.record.events) for run in cell.runs]
         if most := max(counts, default=0):

@@ -6,6 +6,7 @@ runs are, and the wait is made up for by the same arithmetic (``statistics``).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -158,6 +159,8 @@ def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bo
         if module == "scripts.explain" or sweep:
             return "crucible.compare(module, data)" if sweep else "crucible.explain_module(module, batch)"
         name, _, value = changes[0].partition("=")
+        if name == "resume":
+            return f"trainer.fit(..., ckpt_path={json.dumps(value)})"
         names = value.strip("[]").split(",")
         return f"the script with {strategies_in_python(names, record.strategies) if name == 'compile' else changes[0]}"
     changed = {change.partition("=")[0] for change in changes} | {"resume", "repeat"}

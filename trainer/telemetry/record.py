@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,11 @@ from trainer.telemetry.machine import MachineFacts
 FILE_NAME = "record.json"
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
+EXPECTED = re.compile(
+    r"grad_mode|autocast|\.training\b|requires_grad|dispatch key|(size|stride|rank) mismatch|\.(size|stride)\(\)| % "
+)
+"""Guards by which graphs of validation differ, those of shapes that a strategy lets come first, and, in the first step,
+of copies of one class that share their code: the first one's input."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,6 +43,13 @@ class Event:
     phase: str = "training"
     """``training`` or ``validating``, which has graphs of its own: torch counts them as recompiles. Records of before
     2026-11-27 also have ``preflight``."""
+
+    def is_expected(self, *, first_steps: int = 1) -> bool:
+        """Whether it is a recompile that every run has: in validation, or in the ``first_steps`` of a training, one
+        for each shape that is planned. No change of the code would save it."""
+        early = self.phase != "training" or (self.step or 0) <= first_steps
+        guard = self.reason.lstrip().partition("\n")[0]
+        return self.kind == "recompile" and early and EXPECTED.search(guard) is not None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,6 +123,11 @@ class RunVerdict:
     next_command: str | None = None
     """What to try next."""
     next_reason: str | None = None
+
+    @property
+    def shown_ratio(self) -> float | None:
+        """``ratio`` where it may stand without its interval: a difference is shown."""
+        return self.ratio if self.outcome in ("faster", "slower") else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -238,6 +256,9 @@ class RunRecord(CompilerFigures, Rates, Peak):
     status: str = "running"
     """``running`` (or killed then), ``finished``, ``interrupted`` or ``failed``; in a script also ``not started``."""
     reason: str | None = None
+    failed_at: str | None = None
+    """Of a failed run, ``file:line function`` of the user's own innermost line, as in ``Event``; None where there is
+    none."""
     started: str | None = None
     """Start, ISO 8601 with offset."""
     signal: int | None = None
@@ -374,6 +395,12 @@ class RunRecord(CompilerFigures, Rates, Peak):
     def own_setup_seconds(self) -> float | None:
         """Of the setup, without getting the compiler ready, which is an arm's own cost."""
         return None if self.setup_seconds is None else self.setup_seconds - (self.preparation_seconds or 0.0)
+
+    @property
+    def expected_recompiles(self) -> int:
+        """Of ``recompiles``, those that every run has, see ``Event.is_expected``."""
+        planned = len(self.report.get("buckets", {}).get("batch_sizes", ()))
+        return sum(event.is_expected(first_steps=max(planned, 1)) for event in self.events)
 
     def take(self, *facts: Any) -> None:
         """Copy every field of dataclasses whose fields are fields of the record as well."""

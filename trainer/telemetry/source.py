@@ -7,9 +7,12 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from strategies.errors import is_ours
 
 LIBRARIES = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len)
 PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
@@ -48,6 +51,26 @@ def line_at(location: str | None) -> Line | None:
     """The line that an event is about, with its code; None where it names none."""
     found = LOCATION.match(location or "")
     return found and line(found["file"], int(found["number"]), found["function"])
+
+
+def place_lines(location: str | None) -> list[str]:
+    """Where it is and what stands there, a line each, as a person reads it; none where the place is not known."""
+    if (place := line_at(location)) is None:
+        return []
+    where = f"  {shown(place.file)}:{place.number}{f' in {place.function}' if place.function else ''}"
+    return [where, *([f"    {place.code}"] if place.code else [])]
+
+
+def raised_at(error: BaseException) -> str | None:
+    """``file:line function`` of the user's own innermost line that led to ``error``, else of another package's than
+    torch's, Lightning's and ours; of what a loader's process has raised too, which is in the words of ``error``."""
+    stack = [
+        Line(file=frame.f_code.co_filename, number=number, function=frame.f_code.co_name)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+    ]
+    others = [one for one in [*stack, *lines_of_stack(str(error))] if not (is_ours(one.file) or is_machinery(one.file))]
+    own = [one for one in others if installed(one.file) is None]
+    return innermost(own or others)
 
 
 def lines_of_stack(text: str) -> list[Line]:

@@ -75,7 +75,7 @@ class TensorBoardPages:
         if record.ranks:
             self.scalars(rank_figures(record.ranks), step)
         if record.status == "finished":
-            values: dict[str, float | None] = {"whole_run/speed_to_eager": run_verdict(record).ratio}
+            values: dict[str, float | None] = {"whole_run/speed_to_eager": run_verdict(record).shown_ratio}
             for key, (name, _) in FINAL.items():
                 if key not in values:
                     value = getattr(record, name)
