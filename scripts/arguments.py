@@ -25,10 +25,12 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
     """
     from strategies import Whole
     from trainer.config import compose
+    from trainer.presence import require_present
 
     config = compose(overrides, config_dir=config_dir)
     if config.run.name != "train":
         raise ValueError(f"run={config.run.name}: {looks} training steps; leave run= out")
+    require_present(config, resumes=False)
     named = any(override.lstrip("+~").startswith(("compile=", "compile.")) for override in overrides)
     if not config.compile and not named:
         # Not composed again: a plugin.py need not bear to be run twice.

@@ -73,6 +73,13 @@ class Task:
         """What records, tables and consoles call it: the name, and which model where the task has several."""
         return self.name
 
+    def check(self) -> None:
+        """Look for what the options name on this machine, before any work starts and torch is imported. Raises
+        ValueError."""
+        data = getattr(self, "data", None)
+        if isinstance(data, Loading):
+            data.check()
+
     def build_data(self, *, seed: int) -> lightning.LightningDataModule:
         """Build the data module. Raises ValueError for unusable user input (a missing folder, a broken file)."""
         raise NotImplementedError
@@ -205,6 +212,11 @@ class Loading:
         require_fields("task.data", self, batch_size=1, num_workers=0)
         if self.num_workers is not None and self.num_workers > MAX_WORKERS:
             raise ValueError(f"task.data.num_workers={self.num_workers} must be at most {MAX_WORKERS} processes")
+
+    def check(self) -> None:
+        """See ``Task.check``."""
+        if self.source and not os.path.exists(getattr(self, self.source)):
+            raise ValueError(f"{self.place()}: no such file or folder")
 
     def place(self) -> str:
         """Where the examples come from, for messages."""

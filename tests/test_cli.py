@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,8 @@ def test_the_records_exit_code_is_the_processs(
         (["task.batchsize=4"], ["error: task.batchsize is not an option; near: task.data.batch_size"]),
         (["task=micro", "task.data.batch_size=4"], ["error: task.data is not an option; near: task.batch_size"]),
         (["task.modle=x"], ["error: task.modle is not an option; there are learning_rate, weight_decay"]),
+        (["resume=nowhere"], ["error: resume=nowhere: no such file or directory"]),
+        (["task/data=coco", "task.data.root=nowhere"], ["error: task.data.root='nowhere': no such file or folder"]),
         (["compil=regional"], ["error: compil is not an option; near: compile"]),
         (["+compil=regional"], ["error: compil is not an option; near: compile"]),
         (["task/dta=coco"], ["error: task/dta is not a group of options; near: task/data"]),
@@ -198,8 +201,9 @@ def test_a_link_that_leads_nowhere_is_no_folder_and_one_line(
     assert command_line(*arguments) == 2
     option = arguments["-m" in arguments]
     assert capfd.readouterr().err == f"error: {option}: a symbolic link to {target} that leads nowhere\n"
-    assert command_line("resume=link", "hydra.run.dir=run") == 0, "the run itself says what is wrong with it"
-    assert len(called) == 1
+    assert command_line("resume=link", "hydra.run.dir=run") == 2
+    assert capfd.readouterr().err == "error: resume=link: no such file or directory\n"
+    assert called == []
 
 
 REGIONAL_AND_WHOLE = "compile: 'regional' and 'whole' both act on the module stage; choose one of them"
@@ -252,7 +256,10 @@ def test_a_value_error_of_the_run_is_a_refusal(
 
     monkeypatch.setattr(sys.modules["trainer.run"], "run", refuse)
     assert command_line() == 2
-    assert capfd.readouterr().err.splitlines()[-1] == "error: task.data.root='' must name a folder"
+    said, place, code = capfd.readouterr().err.splitlines()[-3:]
+    assert said == "error: task.data.root='' must name a folder"
+    assert re.fullmatch(r"  .*test_cli\.py:\d+ in refuse", place), "code that is not ours is named"
+    assert code.strip().startswith("raise ValueError(")
 
 
 def test_the_full_error_can_be_asked_for(command_line: Any, called: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,6 +393,13 @@ def test_torch_is_not_imported_before_it_is_needed(
     done = python(MAIN, *arguments, cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == "slow: []"
     assert done.returncode == (2 if "trainer.max_steps=0" in arguments else 0)
+
+
+def test_what_is_not_there_is_refused_within_two_seconds_of_processor_time(tmp_path: Path) -> None:
+    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    done = python(MAIN, "resume=nowhere", cwd=tmp_path)
+    assert done.stderr.splitlines() == ["error: resume=nowhere: no such file or directory", "slow: []"]
+    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before < 2
 
 
 def test_completion_knows_the_users_own_options(

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from tasks.base import Task, require_memory
 from trainer.callback import Compile
-from trainer.checkpoints import DIRECTORY
+from trainer.checkpoint_files import DIRECTORY
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.processes import DDP

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from strategies.loop import Loop, gathered
 from strategies.region_state import random_state, set_random_state
-from trainer.loops.checkpoint_io import META, AtomicCheckpointIO, beside, damaged, is_directory
+from trainer.checkpoint_files import DIRECTORY, LAST, META
+from trainer.loops.checkpoint_io import AtomicCheckpointIO, damaged
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.private import on_sigterm
 from trainer.loops.processes import Agreement
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""
-DIRECTORY = "checkpoints"
-LAST = "last.ckpt"
 
 
 class NonFiniteLoss(RuntimeError):
@@ -192,22 +190,6 @@ def restore_own(ranks: list[dict[str, Any]], trainer: L.Trainer) -> None:
     array = (kind, keys.numpy().astype("uint32"), *rest)
     cuda = states["cuda"] if len(states["cuda"]) == torch.cuda.device_count() else []
     set_random_state(((version, tuple(internal), gauss), array, states["torch"], cuda))
-
-
-def find_checkpoint(resume: str) -> Path:
-    """The checkpoint that ``resume=<run directory or checkpoint>`` means. Raises ValueError when there is no whole
-    one."""
-    given = Path(resume).expanduser()
-    named = [given / DIRECTORY / LAST, given / LAST] if given.is_dir() and not is_directory(given) else [given]
-    candidates = [*named, *(beside(path, "old") for path in named)]  # one that was being replaced by a directory
-    found = next((path for path in candidates if path.is_file() or is_directory(path)), None)
-    if found is None:
-        what = f"no {DIRECTORY}/{LAST} in it" if given.is_dir() else "no such file or directory"
-        raise ValueError(f"resume={resume}: {what}")
-    # A torch checkpoint is a zip file, whose directory stands at its end.
-    if found.is_file() and not zipfile.is_zipfile(found):
-        raise ValueError(f"resume={resume}: {found.name} is not a whole checkpoint")
-    return found
 
 
 def opened(checkpoint: Path) -> dict[str, Any]:

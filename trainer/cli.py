@@ -218,6 +218,7 @@ def _columns(name: str, width: int, meaning: str) -> str:
 def train(cfg: DictConfig) -> int:
     """Train what ``cfg`` describes; returns the exit code. Raises ValueError for a bad configuration."""
     from trainer.config import to_config
+    from trainer.presence import require_present
     from trainer.process import importing, start_early
     from trainer.settings import Peer
     from trainer.sweep.environment import SWEEP_VARIABLE, launched
@@ -239,6 +240,7 @@ def train(cfg: DictConfig) -> int:
     # Of processes that were started together, the run asks once it knows whether it was started before.
     if alone and (complaint := taken(run_dir, config.resume)) is not None:
         raise ValueError(complaint)
+    require_present(config, resumes=is_first_process())
     to_import = "torch" not in sys.modules
     if alone and to_import and not isinstance(config.run, Peer):  # of which torchrun starts several processes
         start_early(config.trainer, run_dir)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strategies import STRATEGIES
-from trainer.checkpoints import DIRECTORY, LAST
+from trainer.checkpoint_files import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
 from trainer.telemetry.files import counted, cut, headlines, number
 from trainer.telemetry.profile import profile_line

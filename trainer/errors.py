@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 
 from hydra._internal.utils import get_args_parser
@@ -16,6 +17,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 from trainer import CONF
+from trainer.process import PACKAGES
 from trainer.sweep import environment
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
@@ -149,12 +151,21 @@ def _in_file(error: MarkedYAMLError) -> str:
     return f"{mark.name}:{mark.line + 1}: {what}" if mark is not None else what
 
 
+def _is_worded(error: BaseException) -> bool:
+    """Whether code of this project has raised ``error``, for the user to read."""
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not frames or frames[-1].startswith(PACKAGES)
+
+
 def report(error: BaseException, place: str = "") -> None:
-    """Print what ``explain`` says on the standard error, without credentials; of what the system has refused, the file,
-    or ``place``, which is an option that says where."""
+    """Print what ``explain`` says on the standard error, without credentials; of what the user's code has refused, its
+    line; of what the system has, the file, or ``place``, which is an option that says where."""
     from strategies.errors import hidden  # not above, as in _unknown
+    from trainer.telemetry.source import place_lines, raised_at
 
     lines = explain(error)
+    if not isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)) and not _is_worded(error):
+        lines += place_lines(raised_at(error, own=True))
     if isinstance(error, OSError) and not isinstance(error, REFUSALS):  # some of Hydra's are both
         file = str(error.filename or place)
         what = error.strerror or str(error)

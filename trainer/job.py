@@ -12,7 +12,8 @@ from rich.console import Console
 from strategies.errors import one_line
 from trainer.build import build_trainer, compile_callback, require_memory_of, start_processes
 from trainer.callback import Compile
-from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, find_checkpoint, opened
+from trainer.checkpoint_files import find_checkpoint
+from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, opened
 from trainer.console import ProgressView, announce
 from trainer.loops.lightning import LightningLoop
 from trainer.process import StopRequest

@@ -235,7 +235,10 @@ LIGHTNING_LOGGERS = ("lightning.pytorch", "lightning.fabric")
 """Quiet in a run: its heading says more than banners and tips."""
 
 
-PACKAGES = tuple(f"{os.path.dirname(os.path.dirname(__file__))}/{name}/" for name in ("strategies", "tasks", "trainer"))
+PACKAGES = tuple(
+    f"{os.path.dirname(os.path.dirname(__file__))}/{name}/" for name in ("scripts", "strategies", "tasks", "trainer")
+)
+"""Folders of this project's code."""
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from strategies.errors import hidden, is_out_of_memory, one_line
 from strategies.prepare import stop_compiling
 from trainer.build import task_options
-from trainer.checkpoints import NonFiniteLoss, find_checkpoint
+from trainer.checkpoint_files import find_checkpoint
+from trainer.checkpoints import NonFiniteLoss
 from trainer.console import ERROR_LOG, print_end, shown
 from trainer.job import Job
 from trainer.loops.sentinel import AND_SO, Record, Sentinel

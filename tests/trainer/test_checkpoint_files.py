@@ -19,7 +19,8 @@ import torch
 
 from tests.trainer.runs import train
 from trainer.callback import Compile
-from trainer.checkpoints import PARTS, Checkpoints, FiniteLosses, find_checkpoint, opened, random_states, restore_own
+from trainer.checkpoint_files import find_checkpoint
+from trainer.checkpoints import PARTS, Checkpoints, FiniteLosses, opened, random_states, restore_own
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.process import StopRequest

@@ -27,9 +27,10 @@ from torch.utils.data import DataLoader
 from tests.processes import Pair, RanksFailed, on_ranks
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import train
-from trainer.checkpoints import find_checkpoint, opened
+from trainer.checkpoint_files import INDEX, META, beside, find_checkpoint, is_directory
+from trainer.checkpoints import opened
 from trainer.loops import checkpoint_io, sentinel
-from trainer.loops.checkpoint_io import INDEX, META, AtomicCheckpointIO, beside, is_directory
+from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.fsdp2 import FSDP2
 from trainer.telemetry.record import RunRecord
 

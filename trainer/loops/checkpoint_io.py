@@ -38,12 +38,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, empty
 
+from trainer.checkpoint_files import INDEX, META, beside, is_directory
 from trainer.loops.processes import host_group
 from trainer.telemetry.files import written_whole
 
-META = "meta.pt"
-INDEX = ".metadata"
-"""Names that Lightning and torch give the two files of a directory that are not tensors."""
 SPREAD = ("state_dict", "optimizer_states")
 """What of a checkpoint is spread over the processes."""
 
@@ -155,17 +153,7 @@ def mapped(tree: Any, change: Callable[[str, Tensor], Any], name: str = "") -> A
     return tree
 
 
-def is_directory(path: Path) -> bool:
-    """Whether ``path`` is a checkpoint that several processes have written."""
-    return (path / META).is_file() and (path / INDEX).is_file()
-
-
 # ---- putting in place ------------------------------------------------------------------------------------------------
-
-
-def beside(path: Path, what: str) -> Path:
-    """``new``: where a checkpoint is written until it is whole. ``old``: where the one before it stays until then."""
-    return path.with_name(f".{path.name}.{what}")
 
 
 def replace(path: Path) -> None:

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from trainer.checkpoint_files import DIRECTORY, LAST
 from trainer.sweep import environment
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
-CHECKPOINT = Path("checkpoints") / "last.ckpt"
+CHECKPOINT = Path(DIRECTORY) / LAST
 """Where a run leaves its checkpoint."""
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 """Environment variables of a process's rank; the first that is set counts, as in Lightning."""

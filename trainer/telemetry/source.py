@@ -61,16 +61,17 @@ def place_lines(location: str | None) -> list[str]:
     return [where, *([f"    {place.code}"] if place.code else [])]
 
 
-def raised_at(error: BaseException) -> str | None:
-    """``file:line function`` of the user's own innermost line that led to ``error``, else of another package's than
-    torch's, Lightning's and ours; of what a loader's process has raised too, which is in the words of ``error``."""
+def raised_at(error: BaseException, *, own: bool = False) -> str | None:
+    """``file:line function`` of the user's own innermost line that led to ``error``, else, unless ``own``, of another
+    package's than torch's, Lightning's and ours; of what a loader's process has raised too, which is in the words of
+    ``error``."""
     stack = [
         Line(file=frame.f_code.co_filename, number=number, function=frame.f_code.co_name)
         for frame, number in traceback.walk_tb(error.__traceback__)
     ]
     others = [one for one in [*stack, *lines_of_stack(str(error))] if not (is_ours(one.file) or is_machinery(one.file))]
-    own = [one for one in others if installed(one.file) is None]
-    return innermost(own or others)
+    users = [one for one in others if installed(one.file) is None]
+    return innermost(users or ([] if own else others))
 
 
 def lines_of_stack(text: str) -> list[Line]:
