@@ -164,6 +164,16 @@ class Program:
         return not (regions or captured or others)
 
     @property
+    def graphs_expected(self) -> int:
+        """Graphs that training makes where none breaks and no more shapes come than planned: one for each kind of
+        region and shapes of its weights, and one for each optimizer's step. Counted before anything is compiled."""
+        codes = {(id(one.of), one.shapes_of_weights()) for one in self.regions if one.state != "failed"}
+        one_by_one = self.padding is not None and self.padding.warm and self.dynamic is False
+        shapes = max(len(self.padding.batch_sizes), 1) if self.padding is not None and one_by_one else 1
+        steps = len(self.optimizers) if self.compiled_beside_regions else 0
+        return len(codes) * shapes + steps
+
+    @property
     def uses_cuda_graphs(self) -> bool:
         """Whether Inductor replays what it compiled from CUDA graphs; on a CPU, modes that ask for it mean nothing."""
         on_cuda = self.device is not None and self.device.type == "cuda"

@@ -436,8 +436,12 @@ class Region:
     def layout(self) -> tuple[Any, ...]:
         """Shapes of its weights."""
         if self._layout is None:
-            self._layout = tuple(one.shape for one in self.module.parameters())
+            self._layout = self.shapes_of_weights()
         return self._layout
+
+    def shapes_of_weights(self) -> tuple[Any, ...]:
+        """The same now; without those that the first call will make."""
+        return tuple(one.shape for one in self.module.parameters() if not is_lazy(one))
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What tells graphs apart, as far as it costs little to know."""

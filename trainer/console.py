@@ -6,6 +6,7 @@ The view polls the telemetry from a thread of its own twice a second, so that th
 from __future__ import annotations
 
 import functools
+import math
 import shlex
 import sys
 import threading
@@ -14,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -64,6 +66,7 @@ class ProgressView:
         self._total = total
         self._telemetry = telemetry
         self._print_line = print_line or functools.partial(console.print, highlight=False, soft_wrap=True)
+        self._left = SecondsLeft()
         self._over = threading.Event()
         show = self._plain if self._style == "plain" else self._live
         self._thread = threading.Thread(target=show, name="progress", daemon=True)
@@ -79,49 +82,122 @@ class ProgressView:
             self._thread.join()
 
     def _live(self) -> None:
-        columns = (
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=8),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-        )
-        with Progress(*columns, console=self._console, auto_refresh=False, transient=True) as progress:
-            bar = progress.add_task("starting", total=self._total, figures="")
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:
             while True:
                 over = self._over.wait(REFRESH_SECONDS)
-                telemetry = self._telemetry()
-                done, what, figures = telemetry.steps_done, activity(telemetry), figures_line(telemetry)
-                progress.update(bar, completed=done, description=what, figures=figures, refresh=True)
+                live.update(self._picture(self._telemetry()), refresh=True)
                 if over:
                     return
+
+    def _picture(self, telemetry: Telemetry) -> Group:
+        """What goes on in a line, and below it a bar as wide as the terminal."""
+        self._left.look(telemetry, self._total)
+        doing, figures = activity(telemetry, self._left.compiling), self._figures(telemetry)
+        line = Text(f"{doing}: {figures}" if figures else doing, no_wrap=True, overflow="ellipsis")
+        line.stylize("bold", 0, len(doing))
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(ProgressBar(total=self._total, completed=telemetry.steps_done), self._done(telemetry))
+        return Group(line, bar)
+
+    def _done(self, telemetry: Telemetry) -> str:
+        return f"step {telemetry.steps_done}/{self._total}"
+
+    def _figures(self, telemetry: Telemetry) -> str:
+        if telemetry.compiler.compiling_seconds is not None:  # whose own words fill the line
+            return ""
+        return " · ".join(part for part in (figures_line(telemetry), seconds_left(self._left.training)) if part)
 
     def _plain(self) -> None:
         since, about = time.monotonic() - PLAIN_SECONDS, ""
         while not self._over.wait(REFRESH_SECONDS):
             telemetry = self._telemetry()
+            self._left.look(telemetry, self._total)
             phase, now = telemetry.phase.partition(" ")[0], time.monotonic()
             if self._total is None and phase in SHOWN_BY_OTHERS and telemetry.compiler.compiling_seconds is None:
                 continue
             # What is over within two seconds (an audit, a small validation) is worth no line.
             if now - since >= (PLAIN_SECONDS if phase == about else 4 * REFRESH_SECONDS):
                 since, about = now, phase
-                line = f"compile: {activity(telemetry)}"
+                doing = activity(telemetry, self._left.compiling)
+                line = f"compile: {doing}"
                 if self._total is not None:
-                    done = f"step {telemetry.steps_done}/{self._total}"
-                    line = f"{activity(telemetry)}: {done} {figures_line(telemetry)}".rstrip()
+                    line = f"{doing}: {self._done(telemetry)} {self._figures(telemetry)}".rstrip()
                 self._print_line(line)
                 sys.stdout.flush()  # a progress bar's print leaves a log file without its lines until the end
 
 
-def activity(telemetry: Telemetry) -> str:
-    """What the run is doing: a phase of the loop, or compiling, and for how long so far."""
-    compiler, phase = telemetry.compiler, telemetry.phase
-    if compiler.compiling_seconds is None:
+class SecondsLeft:
+    """How long compiling, and the training, will go on, as far as there is telling. What is shown runs with the clock
+    and follows a new estimate within some ten seconds: it does not jump."""
+
+    def __init__(self) -> None:
+        self.compiling: float | None = None
+        self.training: float | None = None
+        self._at = 0.0
+        self._steps_done: int | None = None
+        """At the last look; None before the first step: a resumed run begins with some."""
+        self._steps, self._seconds = 0.0, 0.0
+        """Of the last steps, and of a minute at least; older ones fade. Without what was spent on compiling."""
+
+    def look(self, telemetry: Telemetry, total: int | None) -> None:
+        """Bring both up to date; asked often."""
+        at, done, compiling = time.monotonic(), telemetry.steps_done, telemetry.compiler.compiling
+        passed, self._at = at - self._at, at
+        if compiling is not None:  # else it stays for the next graph
+            self.compiling = _followed(self.compiling, compiling.seconds_left, passed)
+        if telemetry.phase == "starting":
+            return
+        if self._steps_done is not None and compiling is None:
+            steps = done - self._steps_done
+            fade = math.exp(-min(passed / PACE_SECONDS, steps / PACE_STEPS))
+            self._steps, self._seconds = self._steps * fade + steps, self._seconds * fade + passed
+        self._steps_done = done
+        left = None
+        if total is not None and done < total and self._steps >= FEW_STEPS and self._seconds >= FEW_SECONDS:
+            left = (total - done) * self._seconds / self._steps
+        self.training = _followed(self.training, left, passed)
+
+
+PACE_SECONDS, PACE_STEPS = 60.0, 20
+"""After which a step counts a third in the pace: the longer of the two."""
+FEW_STEPS, FEW_SECONDS = 3, 3.0
+"""From which on a pace is worth an estimate."""
+FOLLOW_SECONDS = 10.0
+
+
+def _followed(shown: float | None, estimate: float | None, passed: float) -> float | None:
+    """What to show of an ``estimate`` so many seconds after ``shown`` was."""
+    if shown is None or estimate is None:
+        return estimate
+    shown = max(shown - passed, 0.0)
+    return shown + (estimate - shown) * min(passed / FOLLOW_SECONDS, 1.0)
+
+
+def seconds_left(left: float | None) -> str:
+    """``some 40 s left``; nothing where nobody knows."""
+    if left is None:
+        return ""
+    if left < 7.5:
+        return "a few seconds left"
+    coarse = 5 if left < 30 else 10
+    rounded = round(left / coarse) * coarse
+    return f"some {rounded} s left" if rounded < 120 else f"some {round(left / 60)} min left"
+
+
+def activity(telemetry: Telemetry, left: float | None = None) -> str:
+    """What the run is doing: a phase of the loop, or compiling, and for how long still, or so far."""
+    compiling, phase = telemetry.compiler.compiling, telemetry.phase
+    if compiling is None:
         return "building data and model" if phase == "starting" else phase
     whose = "validation's graph" if phase == "validating" else "graph"
-    so_far = compiler.compile_seconds + compiler.compiling_seconds
-    return f"compiling {whose} {compiler.compilations}" + (f" ({so_far:.0f} s so far)" if so_far >= 1 else "")
+    line = f"compiling {whose} {compiling.number}"
+    if compiling.expected is not None and compiling.number <= compiling.expected:
+        line += f" of about {compiling.expected}"
+    if left is not None:
+        return f"{line}, {seconds_left(left)}"
+    return line + (f" ({compiling.seconds_so_far:.0f} s so far)" if compiling.seconds_so_far >= 1 else "")
 
 
 def figures_line(telemetry: Telemetry) -> str:

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.telemetry.compiler import CompilerMonitor
+from strategies import Regional
+from tests.trainer.lightning_modules import quiet_trainer
+from trainer.callback import Compile
+from trainer.telemetry.compiler import CompilerMonitor, Compiling
 from trainer.telemetry.record import Event
 
 HERE = str(Path(__file__).resolve())
@@ -25,6 +29,57 @@ def watch() -> Iterator[CompilerMonitor]:
     watch.step = 3
     yield watch
     watch.stop()
+
+
+@pytest.mark.parametrize(("widths", "graphs"), [((8, 8, 8), 1), ((8, 8, 16), 2)], ids=["alike", "of two widths"])
+def test_graphs_are_counted_before_they_are_compiled(
+    widths: tuple[int, ...], graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[tuple[int, int]] = []
+    expect = CompilerMonitor.expect
+
+    def counted(self: CompilerMonitor, graphs: int) -> None:
+        known.append((graphs, self.compilations))
+        expect(self, graphs)
+
+    monkeypatch.setattr(CompilerMonitor, "expect", counted)
+    compile_ = Compile([Regional(backend="eager")], save=False, verbose=False)
+    trainer = quiet_trainer(max_steps=3, callbacks=[compile_], default_root_dir=tmp_path)
+    trainer.fit(OfWidths(widths), torch.randn(6, 2, 8))
+    assert known == [(graphs, 0)]
+    assert compile_.telemetry.compiler.compilations == graphs
+
+
+class OfWidths(L.LightningModule):
+    """Blocks that keep the width of what they are given, each with so many hidden features."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        blocks = (nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)) for width in widths)
+        self.blocks = nn.ModuleList(blocks)
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_what_is_left_of_compiling_follows_from_what_it_took_so_far() -> None:
+    def left(number: int, seconds: float, before: float) -> float | None:
+        return Compiling(number, 4, seconds, before).seconds_left
+
+    assert left(1, 30.0, 0.0) is None, "nothing is known of the first one"
+    assert left(2, 0.0, 10.0) == 30, "this one and two more"
+    assert left(2, 4.0, 10.0) == 26
+    assert left(2, 20.0, 10.0) == 30, "it takes longer than the first one, and so may the others"
+    assert left(3, 0.0, 30.0) == 30, "the next one goes on from there"
+    assert left(5, 0.0, 60.0) is None, "one more than was expected"
+    assert Compiling(2, None, 4.0, 10.0).seconds_left is None
 
 
 def new(watch: CompilerMonitor) -> list[Event]:

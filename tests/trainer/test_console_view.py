@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import time
@@ -15,7 +16,8 @@ import torch
 from rich.console import Console
 
 import trainer.console
-from trainer.console import ProgressView, print_end, summary
+from trainer.console import ProgressView, SecondsLeft, print_end, seconds_left, summary
+from trainer.telemetry.compiler import Compiling
 from trainer.telemetry.machine import MachineFacts
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.source import raised_at
@@ -223,7 +225,7 @@ class FakeTelemetry(SimpleNamespace):
     """What the view reads of a telemetry, compiling its second graph."""
 
     def __init__(self) -> None:
-        compiler = SimpleNamespace(compiling_seconds=3.2, compilations=2, compile_seconds=4.0)
+        compiler = SimpleNamespace(compiling_seconds=3.2, compiling=Compiling(2, 12, 3.2, 4.0))
         super().__init__(
             phase="checking Block",
             units=("step", "steps"),
@@ -253,10 +255,11 @@ def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: C
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
         wait_until(console, "compiling")
         telemetry.steps_done, telemetry.meter.steps_per_second, telemetry.meter.last_loss = 7, 12.5, 2.345
-        telemetry.compiler.compiling_seconds, telemetry.phase = None, "training"
+        telemetry.compiler.compiling_seconds = telemetry.compiler.compiling = None
+        telemetry.phase = "training"
         wait_until(console, "training")
     compiling, training = printed(console).splitlines()
-    assert compiling.startswith("compiling graph 2 (7 s so far)"), "and never what it will be in all"
+    assert compiling.startswith("compiling graph 2 of about 12, some 40 s left: ")
     assert "step 0/200" in compiling
     assert training.startswith("training: step 7/200 12.50 steps/s · loss 2.345")
 
@@ -269,6 +272,59 @@ def test_the_live_line_fits_its_terminal(width: int) -> None:
     shown = cast(io.StringIO, console.file).getvalue()
     assert "/2000" in shown
     assert "…" not in shown
+
+
+def test_the_bar_is_as_wide_as_the_terminal_and_says_what_it_counts() -> None:
+    console, telemetry = Console(file=io.StringIO(), force_terminal=True, width=70), cast(Any, FakeTelemetry())
+    telemetry.steps_done = 500
+    with ProgressView(console, style="live", total=2000, telemetry=lambda: telemetry):
+        pass
+    doing, bar = re.sub(r"\x1b\[[\d?;]*[A-Za-z]", "", printed(console)).splitlines()[:2]
+    assert doing.strip() == "compiling graph 2 of about 12, some 40 s left"
+    assert len(bar.rstrip()) == 70
+    assert re.fullmatch(r"[━╸╺ ]{50,} step 500/2000", bar.rstrip())
+
+
+def test_estimates_do_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, telemetry, left = StoppedClock(), cast(Any, FakeTelemetry()), SecondsLeft()
+    monkeypatch.setattr(trainer.console, "time", clock)
+    shown: list[float | None] = []
+    before = 0.0
+    for number, takes in enumerate((4.0, 40.0, 2.0, 30.0), 1):
+        for tick in range(int(takes * 2)):
+            telemetry.compiler.compiling = Compiling(number, 4, tick / 2, before)
+            left.look(telemetry, 100)
+            shown.append(left.compiling)
+            clock.now += 0.5
+        before += takes
+    known = [one for one in shown if one is not None]
+    assert len(known) == 2 * 72, "from the second graph on"
+    assert max(abs(later - former) for former, later in itertools.pairwise(known)) < 4, "for the 40 s of one graph"
+    assert known[-1] < 4
+
+    telemetry.compiler.compiling = telemetry.compiler.compiling_seconds = None
+    telemetry.phase, telemetry.steps_done = "training", 500  # resumed
+    left, shown = SecondsLeft(), []
+    for steps in [2] * 40 + [0] * 20 + [2] * 40:  # a validation of ten seconds between two steps
+        left.look(telemetry, 1000)
+        shown.append(left.training)
+        clock.now += 0.5
+        telemetry.steps_done += steps
+    assert shown[:7] == [None] * 7, "no pace is known at first"
+    assert shown[40] == pytest.approx(105, abs=2), "420 steps, a quarter of a second each"
+    known = [one for one in shown if one is not None]
+    assert max(abs(later - former) for former, later in itertools.pairwise(known)) < 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        (None, ""), (3, "a few seconds left"), (13, "some 15 s left"), (42, "some 40 s left"),
+        (117, "some 2 min left"), (3540, "some 59 min left"),
+    ],
+)  # fmt: skip
+def test_seconds_left_are_said_as_roughly_as_they_are_known(seconds: float | None, says: str) -> None:
+    assert seconds_left(seconds) == says
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -296,7 +352,8 @@ def test_what_lasts_a_moment_gets_no_line(console: Console, monkeypatch: pytest.
     clock = StoppedClock()
     telemetry: Any = FakeTelemetry()
     monkeypatch.setattr(trainer.console, "time", clock)
-    telemetry.compiler.compiling_seconds, telemetry.phase = None, "starting"
+    telemetry.compiler.compiling_seconds = telemetry.compiler.compiling = None
+    telemetry.phase = "starting"
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
         wait_until(console, "building data and model")
         telemetry.phase = "checking Block"

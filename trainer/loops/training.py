@@ -205,6 +205,7 @@ class CompiledTraining:
         self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
         self.telemetry.start(loop, self._pages)
+        self.telemetry.compiler.expect(self.program.graphs_expected)
         if self._choosing is not None:
             assert self._choosing.chooser is not None
             self._set_aside.clear()
@@ -272,6 +273,7 @@ class CompiledTraining:
         finally:
             hardware.give_back(loop.device)
             self.record.regions, self.record.regions_compiled = len(program.regions), None
+            self.telemetry.compiler.expect(program.graphs_expected)
             session.hooks[:] = self._hooks(loop, program)
 
     def _found_slower(self, line: str) -> None:

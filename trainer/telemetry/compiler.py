@@ -16,6 +16,7 @@ import time
 import traceback
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch._dynamo.callback as dynamo_callback
@@ -42,6 +43,33 @@ share it, also with those of a later training."""
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 
 
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """The compilation under way, among those of its phase (see ``Event``) and program."""
+
+    number: int
+    """Which one it is, from 1."""
+    expected: int | None
+    """How many there will be, as far as that is known beforehand."""
+    seconds: float
+    """How long it has taken so far."""
+    seconds_before: float
+    """What those before it took."""
+
+    @property
+    def seconds_so_far(self) -> float:
+        return self.seconds_before + self.seconds
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the mean of those before it, or of all where this one takes longer; None where there is no telling."""
+        if self.expected is None or not 1 < self.number <= self.expected:
+            return None
+        mean = self.seconds_before / (self.number - 1)
+        pace = max(mean, self.seconds_so_far / self.number)
+        return (self.expected - self.number) * pace + max(mean - self.seconds, 0.0)
+
+
 class CompilerMonitor:
     """Counts what the compiler does between ``start`` and ``stop`` and tags each event with the step it fell in."""
 
@@ -62,6 +90,9 @@ class CompilerMonitor:
         self.reports_recompiles = True
         """Whether recompiles are reported here; False where a strategy's own lock reports them."""
         self._began: float | None = None
+        self._expected: int | None = None
+        self._begun: Counter[str] = Counter()
+        self._took: dict[str, float] = {}
         self._seen_metrics = 0
         self._seen_breaks = 0
         self._counters: dict[str, Counter[str]] = {}
@@ -91,6 +122,19 @@ class CompilerMonitor:
         """Seconds since the compilation under way began; None when nothing is being compiled. Any thread may ask."""
         began = self._began
         return None if began is None else time.perf_counter() - began
+
+    def expect(self, graphs: int) -> None:
+        """A program begins of which training makes so many ``graphs``, and validation about as many of its own."""
+        self._expected = graphs or None
+        self._begun, self._took = Counter(), {}
+
+    @property
+    def compiling(self) -> Compiling | None:
+        """The compilation under way; None when nothing is being compiled. Any thread may ask."""
+        seconds, phase = self.compiling_seconds, self.phase
+        if seconds is None:
+            return None
+        return Compiling(max(self._begun[phase], 1), self._expected, seconds, self._took.get(phase, 0.0))
 
     def collect(self) -> None:
         """Read what is new since the last call and tag it with the current step."""
@@ -182,6 +226,7 @@ class CompilerMonitor:
 
     def _on_start(self, arguments: Any) -> None:
         self.compilations += 1
+        self._begun[self.phase] += 1
         calls = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is _MODULE_CALL)
         modules = [frame.f_locals["self"] for frame in calls]
         regions = {type(module) for module in modules if module._compiled_call_impl is not None}
@@ -189,7 +234,9 @@ class CompilerMonitor:
         self._began = time.perf_counter()
 
     def _on_end(self, _: Any) -> None:
-        self.compile_seconds += self.compiling_seconds or 0.0
+        seconds = self.compiling_seconds or 0.0
+        self.compile_seconds += seconds
+        self._took[self.phase] = self._took.get(self.phase, 0.0) + seconds
         self._began = None
 
 
