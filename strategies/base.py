@@ -36,6 +36,26 @@ def has_another_step(optimizer: torch.optim.Optimizer) -> bool:
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
+class WrongOption(ValueError):
+    """An option of a strategy that cannot be, see ``wrong``. Its message is Python, where strategies are made; the
+    command line takes ``typed``."""
+
+    def __init__(self, message: str, typed: str = "") -> None:
+        super().__init__(message)
+        self.typed = typed or message
+
+
+def wrong(key: str, option: str, value: object, complaint: str) -> WrongOption:
+    """The error for ``Regional(mode='fastest') is not one of (...)``, which is ``compile.regional.mode='fastest' is not
+    one of (...)`` where the option is typed; ``key`` is what is typed before the option's name."""
+    name, *inner = key.removeprefix("compile.").split(".", 2)
+    given = f"{option}={value!r}"
+    if inner:  # one of a mapping of parts
+        given = f"{inner[0]}={{{inner[1]!r}: {{{option!r}: {value!r}}}}}"
+    joined = complaint if complaint.startswith(":") else f" {complaint}"
+    return WrongOption(f"{name.title().replace('_', '')}({given}){joined}", f"{key}.{option}={value!r}{joined}")
+
+
 class CannotCapture(RuntimeError):
     """A step that no CUDA graph can stand for; the message says why."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from strategies.base import Program, Stage, Strategy, holds
+from strategies.base import Program, Stage, Strategy, holds, wrong
 from strategies.options import ModuleRequest, near
 
 HOW = ("whole", "regional", "off")
@@ -44,7 +44,7 @@ class Modular(Strategy):
         parts = {name: _part(f"{KEY}.{name}", given) for name, given in self.parts.items()}
         for name, part in parts.items():
             if part.how not in HOW:
-                raise ValueError(f"{KEY}.{name}.how={part.how!r} is not one of {HOW}")
+                raise wrong(f"{KEY}.{name}", "how", part.how, f"is not one of {HOW}")
             part.check_values(f"{KEY}.{name}")
         self.parts = dict(parts)
 
@@ -135,7 +135,7 @@ def _part(key: str, given: Any) -> Part:
         allowed = (dict,) if get_origin(kind) is dict else get_args(kind) or (kind,)
         if type(value) not in allowed:  # a bool is an int to Python, but not to a person
             expected = " or ".join("null" if one is type(None) else one.__name__ for one in allowed)
-            raise ValueError(f"{key}.{option}={value!r} is not {expected}")
+            raise wrong(key, option, value, f"is not {expected}")
     return Part(**given)
 
 

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from strategies.base import Program, Stage, Strategy
+from strategies.base import Program, Stage, Strategy, wrong
 from strategies.options import ModuleOptions
 
 HOW = ("mark", "always", "automatic")
@@ -136,9 +136,9 @@ class Dynamic(Strategy):
 
     def __post_init__(self) -> None:
         if self.how not in HOW:
-            raise ValueError(f"compile.dynamic.how={self.how!r} is not one of {HOW}")
+            raise wrong("compile.dynamic", "how", self.how, f"is not one of {HOW}")
         if self.multiple < 1:
-            raise ValueError(f"compile.dynamic.multiple={self.multiple} must be at least 1")
+            raise wrong("compile.dynamic", "multiple", self.multiple, "must be at least 1")
 
     def apply(self, program: Program) -> None:
         from strategies.padding import Marks, Padding, require_ragged, table_sizes
@@ -175,7 +175,7 @@ class Checkpointing(Strategy):
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise ValueError(f"compile.checkpointing.every={self.every} must be at least 1")
+            raise wrong("compile.checkpointing", "every", self.every, "must be at least 1")
 
     def apply(self, program: Program) -> None:
         from strategies.regions import Recomputed, containers_for, expand_blocks
@@ -229,9 +229,9 @@ class Auto(Strategy):
     def __post_init__(self) -> None:
         for name in self.candidates:
             if name not in CANDIDATES:
-                raise ValueError(f"compile.auto.candidates: {name!r} is not one of {CANDIDATES}")
+                raise wrong("compile.auto", "candidates", self.candidates, f": {name!r} is not one of {CANDIDATES}")
         if self.planned_steps is not None and self.planned_steps < 1:
-            raise ValueError(f"compile.auto.planned_steps={self.planned_steps} must be at least 1")
+            raise wrong("compile.auto", "planned_steps", self.planned_steps, "must be at least 1")
 
 
 @dataclass(kw_only=True, slots=True)

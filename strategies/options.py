@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strategies.base import Strategy
+from strategies.base import Strategy, wrong
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 EMBEDDING_GRADIENTS = ("eager", "inductor")
@@ -44,11 +44,10 @@ class CompilerRequest:
     def check_values(self, key: str) -> None:
         """Check what can be checked without torch; ``key`` is what is typed before ``.mode``. Raises ValueError."""
         if self.mode not in MODES:
-            raise ValueError(f"{key}.mode={self.mode!r} is not one of {MODES}")
+            raise wrong(key, "mode", self.mode, f"is not one of {MODES}")
         if self.backend != "inductor" and (self.options or self.mode != "default"):
-            raise ValueError(
-                f"{key}.backend={self.backend!r} takes neither mode nor options: they belong to 'inductor'"
-            )
+            complaint = "takes neither mode nor options: they belong to 'inductor'"
+            raise wrong(key, "backend", self.backend, complaint)
 
     def check_machine(self, key: str) -> None:
         """Check backend and options against this torch. Raises ValueError with near matches."""
@@ -110,9 +109,7 @@ class ModuleRequest(CompilerRequest):
     def check_values(self, key: str) -> None:
         CompilerRequest.check_values(self, key)
         if self.embedding_gradient not in EMBEDDING_GRADIENTS:
-            raise ValueError(
-                f"{key}.embedding_gradient={self.embedding_gradient!r} is not one of {EMBEDDING_GRADIENTS}"
-            )
+            raise wrong(key, "embedding_gradient", self.embedding_gradient, f"is not one of {EMBEDDING_GRADIENTS}")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,6 +29,7 @@ from omegaconf.resolvers import oc
 from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from strategies import STRATEGIES, Stage, Strategy
+from strategies.base import WrongOption
 from strategies.errors import conceal, refuse_credentials
 from tasks import SCHEMAS, TASKS, Task
 from tasks.base import suggest
@@ -238,6 +239,8 @@ def _build(cfg: DictConfig, path: str, unset: Sequence[str], complaints: list[st
         return None
     try:
         return OmegaConf.to_object(node)
+    except WrongOption as error:
+        complaints.append(error.typed)
     except ValueError as error:
         complaints.append(str(error))
     except OmegaConfBaseException as error:

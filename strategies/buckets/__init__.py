@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from strategies.base import Program, Stage, Strategy
+from strategies.base import Program, Stage, Strategy, wrong
 
 ON_RECOMPILE = ("fail", "warn")
 
@@ -55,13 +55,13 @@ class Buckets(Strategy):
         for name in ("count", "multiple", "tokens_per_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"compile.buckets.{name}={value} must be at least 1")
+                raise wrong("compile.buckets", name, value, "must be at least 1")
         if self.on_recompile not in ON_RECOMPILE:
-            raise ValueError(f"compile.buckets.on_recompile={self.on_recompile!r} is not one of {ON_RECOMPILE}")
+            raise wrong("compile.buckets", "on_recompile", self.on_recompile, f"is not one of {ON_RECOMPILE}")
         if self.edges is not None:
             edges = list(self.edges)
             if not edges or min(edges) < 1 or edges != sorted(set(edges)):
-                raise ValueError(f"compile.buckets.edges={edges} must be ascending and above 0")
+                raise wrong("compile.buckets", "edges", edges, "must be ascending and above 0")
 
     def apply(self, program: Program) -> None:
         """Say how batches are grouped and padded. Raises ValueError when no tensor is declared ragged."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from strategies.base import Program, Stage, Strategy
+from strategies.base import Program, Stage, Strategy, wrong
 from strategies.errors import one_line, refuse_credentials
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Cached(Strategy):
     def __post_init__(self) -> None:
         for name in ("max_gib", "timeout_seconds"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"compile.cached.{name}={getattr(self, name)} must be above 0")
+                raise wrong("compile.cached", name, getattr(self, name), "must be above 0")
         # The record keeps every option, so that a secret here would be published with it.
         refuse_credentials({"url": self.url, "storage_options": self.storage_options}, "compile.cached")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from strategies.base import Program, Stage
+from strategies.base import Program, Stage, wrong
 from strategies.options import CompileOptions
 
 if TYPE_CHECKING:
@@ -48,14 +48,17 @@ class Optimizer(CompileOptions):
     def __post_init__(self) -> None:
         CompileOptions.__post_init__(self)
         if self.mode not in MODES or self.options.get("triton.cudagraphs"):
-            raise ValueError(
-                f"compile.optimizer.mode={self.mode!r} with options={self.options}: Inductor's CUDA graphs are not for "
-                f"updates in place (mode is one of {MODES}); compile=[optimizer,cuda_graph] captures them"
+            complaint = (
+                f"with options={self.options}: Inductor's CUDA graphs are not for updates in place (mode is one of "
+                f"{MODES}); the strategy cuda_graph beside it captures them"
             )
+            raise wrong("compile.optimizer", "mode", self.mode, complaint)
         if not self.fullgraph:
-            raise ValueError("compile.optimizer.fullgraph=False: an update has no graph breaks to allow")
+            raise wrong("compile.optimizer", "fullgraph", False, ": an update has no graph breaks to allow")
         if self.dynamic is not False:
-            raise ValueError(f"compile.optimizer.dynamic={self.dynamic}: shapes of parameters do not change; use false")
+            raise wrong(
+                "compile.optimizer", "dynamic", self.dynamic, ": shapes of parameters do not change; leave it out"
+            )
 
     def begin(self, program: Program) -> None:
         import torch

@@ -299,8 +299,8 @@ def test_a_training_after_a_validation_has_a_session_of_its_own(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_gib": 0}, r"compile\.cached\.max_gib=0 must be above 0"),
-        ({"timeout_seconds": -1}, r"compile\.cached\.timeout_seconds=-1 must be above 0"),
+        ({"max_gib": 0}, r"Cached\(max_gib=0\) must be above 0"),
+        ({"timeout_seconds": -1}, r"Cached\(timeout_seconds=-1\) must be above 0"),
         ({"url": "ftp://me:hush@host/x"}, "must not hold credentials"),
         ({"url": "simplecache::ftp://me:hush@host/x"}, "must not hold credentials"),
         ({"url": "https://host/x?sig=hush"}, "must not hold credentials"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 from torch._inductor import list_mode_options
 
-from strategies import Regional, Whole
+from strategies import STRATEGIES, Buckets, Modular, Optimizer, Regional, Whole
+from strategies.base import WrongOption
 from strategies.options import MODES
 from tests.strategies import backends
 
@@ -28,8 +30,29 @@ from tests.strategies import backends
 def test_what_torch_would_not_take_is_refused_with_the_choices(
     kind: type[Whole] | type[Regional], options: dict[str, Any], complaint: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"compile\.{kind.name}\.{complaint}"):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
         kind(**options).check()
+    assert re.search(rf"compile\.{kind.name}\.{complaint}", getattr(refused.value, "typed", str(refused.value)))
+
+
+def test_a_wrong_option_is_named_as_python_has_it_and_as_it_is_typed() -> None:
+    """A strategy is made in a script, where nobody translates, and by the command line, which takes the other form."""
+    for make, python, typed in (
+        (lambda: Regional(mode="fastest"), "Regional(mode='fastest') is", "compile.regional.mode='fastest' is"),
+        (lambda: Buckets(edges=[]), "Buckets(edges=[]) must", "compile.buckets.edges=[] must"),
+        (lambda: Optimizer(fullgraph=False), "Optimizer(fullgraph=False): an", "compile.optimizer.fullgraph=False: an"),
+        (
+            lambda: Modular(parts={"net.head": {"how": "x"}}),
+            "Modular(parts={'net.head': {'how': 'x'}}) is",
+            "compile.modular.parts.net.head.how='x' is",
+        ),
+    ):
+        with pytest.raises(WrongOption) as refused:
+            make()
+        assert str(refused.value).startswith(python)
+        assert refused.value.typed.startswith(typed)
+    for name, kind in STRATEGIES.items():
+        assert kind.__name__ == name.title().replace("_", ""), "by which the message names the class"
 
 
 def test_a_backend_that_someone_registered_is_known() -> None:

@@ -133,8 +133,8 @@ def test_what_a_module_strategy_says_about_shapes_by_hand_stands() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"how": "naive"}, r"compile.dynamic.how='naive' is not one of \('mark', 'always', 'automatic'\)"),
-        ({"multiple": 0}, "compile.dynamic.multiple=0 must be at least 1"),
+        ({"how": "naive"}, r"Dynamic\(how='naive'\) is not one of \('mark', 'always', 'automatic'\)"),
+        ({"multiple": 0}, r"Dynamic\(multiple=0\) must be at least 1"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:

@@ -129,12 +129,12 @@ def test_what_cannot_be_compiled_as_asked_is_said_before_anything_is(
 @pytest.mark.parametrize(
     ("part", "complaint"),
     [
-        ({"how": "rigional"}, r"parts\.encoder\.how='rigional' is not one of \('whole', 'regional', 'off'\)"),
-        ({"mode": "fastest"}, r"parts\.encoder\.mode='fastest' is not one of"),
+        ({"how": "rigional"}, r"Modular\(parts={'encoder': {'how': 'rigional'}}\) is not one of \('whole', 'reg"),
+        ({"mode": "fastest"}, r"Modular\(parts={'encoder': {'mode': 'fastest'}}\) is not one of"),
         ({"fulgraph": True}, r"parts\.encoder\.fulgraph is not an option; near: fullgraph"),
-        ({"fullgraph": "maybe"}, r"parts\.encoder\.fullgraph='maybe' is not bool"),
-        ({"dynamic": 1}, r"parts\.encoder\.dynamic=1 is not bool or null"),
-        ({"options": [1]}, r"parts\.encoder\.options=\[1\] is not dict"),
+        ({"fullgraph": "maybe"}, r"Modular\(parts={'encoder': {'fullgraph': 'maybe'}}\) is not bool"),
+        ({"dynamic": 1}, r"Modular\(parts={'encoder': {'dynamic': 1}}\) is not bool or null"),
+        ({"options": [1]}, r"Modular\(parts={'encoder': {'options': \[1\]}}\) is not dict"),
         ({"blocks": {"how": "whole"}}, r"for the path encoder\.blocks write '\+compile\.modular\.parts=\{encoder\.blo"),
         ("whole", r"parts\.encoder='whole' is not a mapping of options: write compile\.modular.*\.encoder\.how=whole"),
     ],

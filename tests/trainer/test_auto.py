@@ -220,7 +220,7 @@ def test_it_chooses_alone_how_modules_are_compiled(other: Any) -> None:
 def test_wrong_options_are_named() -> None:
     with pytest.raises(ValueError, match="'regionel' is not one of "):
         Auto(candidates=["regionel"])
-    with pytest.raises(ValueError, match="planned_steps=0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"^Auto\(planned_steps=0\) must be at least 1$"):
         Auto(planned_steps=0)
 
 
