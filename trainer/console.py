@@ -105,7 +105,7 @@ class ProgressView:
         return f"step {telemetry.steps_done}/{self._total}"
 
     def _figures(self, telemetry: Telemetry) -> str:
-        if telemetry.compiler.compiling_seconds is not None:  # whose own words fill the line
+        if telemetry.compiler.compiling is not None:  # whose own words fill the line
             return ""
         return " · ".join(part for part in (figures_line(telemetry), seconds_left(self._left.training)) if part)
 
@@ -115,7 +115,7 @@ class ProgressView:
             telemetry = self._telemetry()
             self._left.look(telemetry, self._total)
             phase, now = telemetry.phase.partition(" ")[0], time.monotonic()
-            if self._total is None and phase in SHOWN_BY_OTHERS and telemetry.compiler.compiling_seconds is None:
+            if self._total is None and phase in SHOWN_BY_OTHERS and telemetry.compiler.compiling is None:
                 continue
             # What is over within two seconds (an audit, a small validation) is worth no line.
             if now - since >= (PLAIN_SECONDS if phase == about else 4 * REFRESH_SECONDS):
@@ -246,9 +246,10 @@ def print_end(console: Console, record: RunRecord, run_dir: Path | None, *, full
     more = f" and {counted(left_out, 'more note')}" if left_out else ""
     if run_dir is None:
         return
-    if not full:
-        option = "trainer.summary=full, or " if record.script is None else ""
-        show(f"all figures{more}: {option}{shown(run_dir / FILE_NAME)}")
+    if record.script is not None:
+        show(f"record: {shown(run_dir / FILE_NAME)} (all figures{more})")
+    elif not full:
+        show(f"all figures{more}: trainer.summary=full, or {shown(run_dir / FILE_NAME)}")
     if record.script is None or any(run_dir.glob("events.out.tfevents*")):
         show(f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}")
 

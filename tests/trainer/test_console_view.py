@@ -225,7 +225,7 @@ class FakeTelemetry(SimpleNamespace):
     """What the view reads of a telemetry, compiling its second graph."""
 
     def __init__(self) -> None:
-        compiler = SimpleNamespace(compiling_seconds=3.2, compiling=Compiling(2, 12, 3.2, 4.0))
+        compiler = SimpleNamespace(compiling=Compiling(2, 12, 3.2, 4.0))
         super().__init__(
             phase="checking Block",
             units=("step", "steps"),
@@ -255,7 +255,7 @@ def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: C
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
         wait_until(console, "compiling")
         telemetry.steps_done, telemetry.meter.steps_per_second, telemetry.meter.last_loss = 7, 12.5, 2.345
-        telemetry.compiler.compiling_seconds = telemetry.compiler.compiling = None
+        telemetry.compiler.compiling = None
         telemetry.phase = "training"
         wait_until(console, "training")
     compiling, training = printed(console).splitlines()
@@ -302,7 +302,7 @@ def test_estimates_do_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(abs(later - former) for former, later in itertools.pairwise(known)) < 4, "for the 40 s of one graph"
     assert known[-1] < 4
 
-    telemetry.compiler.compiling = telemetry.compiler.compiling_seconds = None
+    telemetry.compiler.compiling = None
     telemetry.phase, telemetry.steps_done = "training", 500  # resumed
     left, shown = SecondsLeft(), []
     for steps in [2] * 40 + [0] * 20 + [2] * 40:  # a validation of ten seconds between two steps
@@ -352,7 +352,7 @@ def test_what_lasts_a_moment_gets_no_line(console: Console, monkeypatch: pytest.
     clock = StoppedClock()
     telemetry: Any = FakeTelemetry()
     monkeypatch.setattr(trainer.console, "time", clock)
-    telemetry.compiler.compiling_seconds = telemetry.compiler.compiling = None
+    telemetry.compiler.compiling = None
     telemetry.phase = "starting"
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
         wait_until(console, "building data and model")

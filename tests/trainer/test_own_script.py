@@ -23,6 +23,7 @@ from tests.trainer.lightning_modules import Blocks, fit
 from trainer import console
 from trainer.callback import Compile
 from trainer.telemetry import meter, telemetry
+from trainer.telemetry.compiler import Compiling
 from trainer.telemetry.record import RunRecord
 
 
@@ -300,7 +301,7 @@ def test_a_trainer_takes_one_of_them(tmp_path: Path) -> None:
 def test_progress_is_said_until_the_training_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "REFRESH_SECONDS", 0.01)
     lines: queue.Queue[str] = queue.Queue()
-    compiler = SimpleNamespace(compiling_seconds=None, compile_seconds=3.0, compilations=2)
+    compiler = SimpleNamespace(compiling=None)
     telemetry: Any = SimpleNamespace(phase="validating", compiler=compiler, units=("step", "steps"), steps_done=0)
     view = console.ProgressView(
         console.Console(quiet=True), style="plain", total=None, telemetry=lambda: telemetry, print_line=lines.put
@@ -308,7 +309,7 @@ def test_progress_is_said_until_the_training_begins(monkeypatch: pytest.MonkeyPa
     with view:
         telemetry.phase = "checking Block"
         assert lines.get(timeout=200) == "compile: checking Block"
-        telemetry.phase, compiler.compiling_seconds = "validating", 1.0
+        telemetry.phase, compiler.compiling = "validating", Compiling(2, None, 1.0, 3.0)
         assert "graph 2" in lines.get(timeout=200)
-        telemetry.phase, compiler.compiling_seconds = "training", None
+        telemetry.phase, compiler.compiling = "training", None
     assert lines.empty(), "training is Lightning's to show"

@@ -142,7 +142,7 @@ def test_a_warning_of_ours_is_one_line_and_those_of_others_say_where() -> None:
 
 def test_a_live_display_lets_the_line_through(monitor: CompilerMonitor) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    compiler = SimpleNamespace(compiling_seconds=None)
+    compiler = SimpleNamespace(compiling=None)
     telemetry: Any = SimpleNamespace(
         phase="training",
         compiler=compiler,
