@@ -239,7 +239,8 @@ def print_end(console: Console, record: RunRecord, run_dir: Path | None, *, full
         show(f"continue with: {command(record, f'resume={shown(where)}')}")
     rows, alarms = summary(record), _alarms(record)
     print_rows(console, rows if full else first_rows(rows) | alarms)
-    notes = record.notes if full else [cut(note, LONGEST_NOTE) for note in record.notes[: MOST_NOTES - len(alarms)]]
+    most = len(record.notes) if full else max(MOST_NOTES - len(alarms), 0)
+    notes = [note if full else cut(note, LONGEST_NOTE) for note in record.notes[:most]]
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     left_out = len(record.notes) - len(notes)

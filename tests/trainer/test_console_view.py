@@ -116,13 +116,17 @@ def eventful() -> RunRecord:
     record.steady_step_seconds_p95, record.steady_steps_per_second = 0.0681, 24.2
     record.samples_per_second, record.peak_process_memory_gib, record.final_loss = 387.0, 1.07, 1.1418
     record.events = [Event(kind="fallback", reason="DecoderBlock: decoder.3 runs eager from step 2 on: it differs")]
+    record.skipped_items = {"image does not decode": 2}
     record.notes = ["decoder: " + "a long note that says what happened and what helps " * 9] * 7
     return record
 
 
-def test_the_end_of_a_run_fits_a_screen_and_says_first_whether_it_paid_and_what_is_next(tmp_path: Path) -> None:
-    narrow = Console(file=io.StringIO(), width=80)
-    print_end(narrow, eventful(), tmp_path)
+def test_the_end_of_a_run_fits_a_screen_and_says_first_whether_it_paid_and_what_is_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    narrow, place = Console(file=io.StringIO(), width=80), Path("outputs/captioning/regional/2026-11-27_22-58-49")
+    print_end(narrow, eventful(), tmp_path / place)
     said = printed(narrow).splitlines()
     assert sum(max(1, -(-len(line) // 80)) for line in said) <= 24
     title, verdict, wait, following, *rows = said
@@ -131,9 +135,9 @@ def test_the_end_of_a_run_fits_a_screen_and_says_first_whether_it_paid_and_what_
     assert wait.startswith("wait: ")
     assert following.startswith("next: python -m trainer task=captioning")
     names = ["steady step", "graphs / breaks / recompiles", "parity with eager", "compile", "peak memory"]
-    alarms = ["regions compiled", "ran eager instead", "machine"]
+    alarms = ["regions compiled", "ran eager instead", "machine", "skipped items"]
     assert [line.partition("  ")[0] for line in rows if line.partition("  ")[0] in [*names, *alarms]] == names + alarms
-    assert f"all figures and 7 more notes: trainer.summary=full, or {tmp_path / 'record.json'}" in rows
+    assert f"all figures and 7 more notes: trainer.summary=full, or {place / 'record.json'}" in rows
 
 
 def test_all_figures_and_notes_are_printed_where_they_are_asked_for(console: Console, tmp_path: Path) -> None:
