@@ -76,6 +76,15 @@ def rounding_unit(precision: str, device: torch.device, module: nn.Module) -> fl
     return TF32 if tf32 else SINGLE
 
 
+def autocast_unit(module: nn.Module) -> float:
+    """The same of a call of ``module`` as the user's own code runs it now: 0 outside of autocast."""
+    device = next((one.device.type for one in module.parameters()), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return 0.0
+    lower = {torch.bfloat16: UNITS["bf16"], torch.float16: UNITS["16"]}
+    return lower.get(torch.get_autocast_dtype(device), 0.0)
+
+
 @torch.no_grad()
 def compare(
     kind: str,

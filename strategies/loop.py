@@ -102,6 +102,8 @@ class Loop(Protocol):
     """The gradient scaler, ``torch.amp.GradScaler``."""
     manual: bool
     """Whether the training step runs backward and optimizers itself."""
+    step_function: Callable[..., Any] | None
+    """What computes a batch's loss, where that is not the module's ``training_step``."""
     directory: str
     """Where the run writes."""
     log_every_n_steps: int

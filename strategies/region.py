@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from strategies.check import Outcome, check_call
-from strategies.compare import MULTIPLES, SINGLE, Difference
+from strategies.compare import MULTIPLES, SINGLE, Difference, autocast_unit
 from strategies.errors import is_compile_error, is_out_of_memory, one_line
 from strategies.region_state import Changed, RegionState
 
@@ -321,7 +321,7 @@ class Region:
                 self.compiled,
                 args,
                 kwargs,
-                unit=checking.unit,
+                unit=max(checking.unit, autocast_unit(self.module)),
                 multiple=MULTIPLES[checking.mode],
                 whole=bool(self.arguments.get("fullgraph")),
                 draws_alike=draws_alike(self.arguments),

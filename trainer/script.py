@@ -103,7 +103,7 @@ class OwnRun:
             setattr(record, name, value)
         logs = logs or Logs(folder=None)
         record.task, record.status = type(module).__name__, "running"
-        record.script = named(script)
+        record.script, record.entry = named(script), logs.entry
         record.seed, record.resumed_from = logs.seed, logs.resumed_from
         parameters = sum(one.numel() for one in module.parameters() if not is_lazy(one))
         record.config = {"task": {"parameters": parameters, "batch_size": logs.batch_size}, "trainer": logs.settings}

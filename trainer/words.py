@@ -33,11 +33,16 @@ def program(module: str = "trainer") -> list[str]:
     return ["python", "-m", module]
 
 
-def strategies_in_python(names: Sequence[str], known: Sequence[Mapping[str, Any]] = ()) -> str:
+BEFORE_STRATEGIES = {"compile_trainer": "trainer, ", "crucible.compile": "model, optimizer, "}
+"""Arguments of what takes strategies in a script, beside ``Compile``."""
+
+
+def strategies_in_python(names: Sequence[str], known: Sequence[Mapping[str, Any]] = (), entry: str = "Compile") -> str:
     """``Compile([Regional(mode='default'), CudaGraph()])``: strategies by their ``names``, with what ``known``, facts
-    of a record, says of those of them that are not defaults."""
+    of a record, says of those of them that are not defaults; ``entry`` as in ``RunRecord``."""
     facts = {one["name"]: one for one in known}
-    return f"Compile([{', '.join(_called(name, facts.get(name, {})) for name in names if name != 'eager')}])"
+    listed = ", ".join(_called(name, facts.get(name, {})) for name in names if name != "eager")
+    return f"{entry}({BEFORE_STRATEGIES.get(entry, '')}[{listed}])"
 
 
 def _called(name: str, facts: Mapping[str, Any]) -> str:

@@ -56,9 +56,11 @@ class HostRecorder(HostValues):
         """Identity of the outermost frame of the user's that is under way: what the loop reads around it is its own."""
 
     @contextlib.contextmanager
-    def recording(self, module: nn.Module, index: IndexWatch | None = None) -> Iterator[None]:
-        """Record what the block reads of ``module`` and its submodules, of globals, and of whatever these lead to; tell
-        ``index`` of the calls in it."""
+    def recording(
+        self, module: nn.Module, index: IndexWatch | None = None, step: Callable[..., Any] | None = None
+    ) -> Iterator[None]:
+        """Record what the block reads of ``module`` and its submodules, of what ``step`` holds, of globals, and of
+        whatever these lead to; tell ``index`` of the calls in it."""
         before = random_states(self._device)
         self._index = index
         self._entry = getattr(getattr(type(module), "training_step", None), "__code__", None)
@@ -70,6 +72,8 @@ class HostRecorder(HostValues):
             self._patch(nn.Module)
             for cls in {type(submodule) for submodule in module.modules()}:
                 self._reach_class(cls)
+            if step is not None:
+                self._reach(step, "loss")
             profile = sys.getprofile()
             sys.setprofile(self._profile)
             try:

@@ -183,7 +183,7 @@ class StepCapture(StepHook):
     def _give_up_after(self, error: NotRun, optimizer: GraphedStep | None) -> None:
         """What becomes of capturing once it has failed: without the optimizer it may do, unless it failed before."""
         self._graphs.refuse(str(error))
-        before = {"training_step", "backward"} & {frame.f_code.co_name for frame in _frames(error)}
+        before = {"training_step", "forward_loss", "backward"} & {frame.f_code.co_name for frame in _frames(error)}
         if self._loop.anywhere(optimizer is None or bool(before)):
             self._stop(str(error))
         else:
@@ -295,7 +295,7 @@ class _Calls:
                 # Else a backward runs on a thread of its own, where nobody sees what its functions read.
                 torch.autograd.set_multithreading_enabled(False),
             ):
-                with _logging_unseen(module, recorder), recorder.recording(module, watch):
+                with _logging_unseen(module, recorder), recorder.recording(module, watch, of._loop.step_function):
                     outputs = self.micro.forward_backward(batch)
                 outputs = self._optimized(outputs)
         finally:

@@ -106,6 +106,7 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
             folder=Path(args.output_dir),
             batch_size=args.per_device_train_batch_size,
             settings={name: getattr(args, name) for name in WORKLOAD},
+            entry="compile_trainer",
             resumed_from=self._resumed_from,
             seed=args.seed,
         )

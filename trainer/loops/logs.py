@@ -21,5 +21,7 @@ class Logs:
     batch_size: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     """Options of the framework's trainer that a step depends on."""
+    entry: str = "Compile"
+    """See ``RunRecord.entry``."""
     resumed_from: str | None = None
     seed: int | None = None

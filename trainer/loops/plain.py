@@ -1,7 +1,8 @@
-"""A plain PyTorch loop behind the protocol ``strategies.loop.Loop``: one process, one optimizer, nothing logged.
+"""A plain PyTorch loop behind the protocol ``strategies.loop.Loop``: one process, nothing logged.
 
-It is what people write themselves: batches, ``training_step``, backward, clipping, optimizer, schedule. Strategies,
-guards and capture run in it as in Lightning's, which shows that they know nothing of Lightning.
+It is what people write themselves: batches, loss, backward, clipping, optimizer, schedule. Strategies, guards and
+capture run in it as in Lightning's, which shows that they know nothing of Lightning. ``trainer.loops.own_loop`` is its
+door for scripts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,38 +20,44 @@ from strategies.loop import RunMicroBatch
 from trainer.loops.private import replace
 from trainer.loops.processes import OneProcess
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What the forward and the loss are cast to, by Lightning's name for the precision."""
+
 
 class PlainLoop(OneProcess):
-    """Trains ``module`` with ``optimizer``; see ``Loop`` for what the members mean.
+    """Trains ``module`` with ``optimizers``; see ``Loop`` for what the members mean.
 
-    The module is on its device, with ``training_step(batch, batch_index)`` that returns the loss, and
-    ``validation_step`` where it is to be validated. ``micro_batches`` make an optimizer step, after which ``schedule``
-    steps. ``clip`` is the largest norm of the gradients; None = no clipping. ``precision="bf16-mixed"`` enters
-    autocast, anything else is left to the module.
+    The module is on its device. ``loss(batch)`` is a batch's loss, by default that of the module's
+    ``training_step(batch, batch_index)``. ``micro_batches`` make an optimizer step, after which ``schedule`` steps.
+    ``clip`` is the largest norm of the gradients; None = no clipping. A mixed ``precision`` enters autocast, anything
+    else is left to the module.
     """
-
-    scaler = None
-    writer = None
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
+        *optimizers: torch.optim.Optimizer,
+        loss: Callable[[Any], Tensor] | None = None,
         schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         micro_batches: int = 1,
         clip: float | None = None,
         precision: str = "32-true",
+        scaler: torch.amp.GradScaler | None = None,
         max_steps: int | None = None,
         directory: str = ".",
         log_every_n_steps: int = 50,
+        writer: SummaryWriter | None = None,
     ) -> None:
-        self.module, self.optimizers, self.micro_batches = module, (optimizer,), micro_batches
+        self.module, self.optimizers, self.micro_batches = module, optimizers, micro_batches
         self.schedulers = () if schedule is None else (schedule,)
-        self.device = next(module.parameters()).device
-        self.precision, self.steps_planned, self._clip = precision, max_steps, clip
-        self.directory, self.log_every_n_steps = directory, log_every_n_steps
+        self.device = next((one.device for one in module.parameters()), torch.device("cpu"))
+        self.precision, self.steps_planned, self._clip, self.scaler = precision, max_steps, clip, scaler
+        self.directory, self.log_every_n_steps, self.writer = directory, log_every_n_steps, writer
         self.metrics: dict[str, Tensor] = {}
+        self.step_function = loss
         self._progress = SimpleNamespace(steps=0, batches=0)
         self._epoch = self._began = 0
         self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
@@ -62,11 +69,12 @@ class PlainLoop(OneProcess):
         ``training``, for instance a ``CompiledTraining``, hears of each: ``batch_begins``, ``batch_ends``.
         """
         self.module.train()
-        for self._epoch in itertools.count():
+        for epoch in itertools.count():
             for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
                 if (set_epoch := getattr(part, "set_epoch", None)) is not None:
-                    set_epoch(self._epoch)
-            batches, self._began = self.fetched(iter(loader)), self._progress.batches
+                    set_epoch(epoch)
+            self.epoch_begins(epoch)
+            batches = self.fetched(iter(loader))
             while self.steps_planned is None or self.steps_done < self.steps_planned:
                 batch = next(batches, None)
                 if batch is None:
@@ -74,7 +82,10 @@ class PlainLoop(OneProcess):
                 batch = self.to_device(batch)
                 if training is not None:
                     training.batch_begins(batch)
-                yield self._fit_batch(batch, training)
+                loss = self.train_on_batch(batch)
+                if training is not None:
+                    training.batch_ends(loss, batch)
+                yield loss
             else:
                 return
             if self._progress.batches == self._began:
@@ -82,24 +93,40 @@ class PlainLoop(OneProcess):
             if self.steps_planned is None:
                 return
 
-    def _fit_batch(self, batch: Any, training: Any) -> Tensor | None:
+    def epoch_begins(self, epoch: int) -> None:
+        """Batches are counted anew."""
+        self._epoch, self._began = epoch, self._progress.batches
+
+    def train_on_batch(self, batch: Any) -> Tensor | None:
+        """Run ``batch`` by whoever has taken the loop over; returns its loss, detached and divided by
+        ``micro_batches``."""
         micro = PlainMicroBatch(self, batch, self._progress.batches)
         loss: Tensor | None = self._run(micro).get("loss")
         self._progress.batches += 1
         if micro.ends:
             for schedule in self.schedulers:
                 schedule.step()
-        if training is not None:
-            training.batch_ends(loss, batch)
         return loss
 
     # ---- what a loop of one's own may do otherwise -----------------------------------------------------------------
+
+    stepped = False
+    """Whether an optimizer has stepped in the batch under way, where a loop steps them itself."""
+
+    def batch_begins(self) -> None:
+        """A batch is going to be trained on, by this loop or one of the user's."""
+
+    def batch_ends(self) -> None:
+        """It is through."""
+
+    def release(self) -> None:
+        """Undo what was put on module and optimizers."""
 
     def to_device(self, batch: Any) -> Any:
         return batch
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def clip_gradients(self, largest: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), largest)
@@ -126,23 +153,35 @@ class PlainLoop(OneProcess):
 
     # ---- pieces of a step ------------------------------------------------------------------------------------------
 
+    def arguments(self, batch: Any, index: int) -> dict[str, Any]:
+        """Of what computes a batch's loss."""
+        return {"batch": batch, "batch_idx": index} if self.step_function is None else {"batch": batch}
+
     def forward_loss(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        step: Any = self.module.training_step if self.step_function is None else self.step_function
         with self.autocast():
-            returned = self.module.training_step(*arguments.values())  # type: ignore[operator]
+            returned = step(*arguments.values())
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         return None if loss is None else loss / self.micro_batches
 
     def optimize(self) -> None:
+        optimizer, scaler = self.optimizers[0], self.scaler
         if self._clip is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
             self.clip_gradients(self._clip)
-        self.optimizers[0].step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         self._progress.steps += 1
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """What forward and loss run in."""
-        if self.precision != "bf16-mixed":
+        if self.precision not in AUTOCAST:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+        return torch.autocast(self.device.type, AUTOCAST[self.precision])
 
     # ---- standing around the loop's own steps ----------------------------------------------------------------------
 
@@ -162,7 +201,7 @@ class PlainMicroBatch:
 
     def __init__(self, loop: PlainLoop, batch: Any, index: int, run: RunMicroBatch | None = None) -> None:
         self._loop, self.batch, self.index, self._original = loop, batch, index, run
-        self.arguments: Mapping[str, Any] = {"batch": batch, "batch_idx": index}
+        self.arguments: Mapping[str, Any] = loop.arguments(batch, index)
         self.begins = index % loop.micro_batches == 0
         self.ends = (index + 1) % loop.micro_batches == 0
         self._steps = loop.steps_done

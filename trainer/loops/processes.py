@@ -154,6 +154,7 @@ class Agreeing:
     """What all loops do alike; see ``Loop`` for what the members mean."""
 
     world_size: int
+    step_function: Callable[..., Any] | None = None
 
     def anywhere(self, flag: bool) -> bool:
         return bool(largest(flag, self.world_size))

@@ -121,7 +121,8 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
         return command(record, "compile=auto"), "times eager and strategies on this model, and takes what pays"
     if record.status in ("failed", "interrupted") or _chose_eager(record) or PEER in names:
         return None
-    if record.ended_in_eager or breaks:
+    of_lightning = record.script is None or record.entry == "Compile"
+    if (record.ended_in_eager or breaks) and of_lightning:
         why = "which parts run eager, and why" if record.ended_in_eager else f"where the {breaks} graph breaks are"
         return command(record, same, module="scripts.explain"), why
     if outcome == SLOWER:
@@ -134,6 +135,8 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
         return command(record, _compile(["cached", *chosen])), "the next start takes its graphs from a store"
     if "cuda_graph" not in names and _waits_for_host(record):
         return command(record, _compile([*chosen, "cuda_graph"])), "the GPU waits for the host: replays whole steps"
+    if not of_lightning:  # what repeats it takes a LightningModule
+        return None
     rounds = "rounds of whole runs" if record.script is None else "copies that take turns for minutes"
     why = f"{rounds} may show one" if outcome == NOT_SHOWN else f"repeats it with {rounds}"
     return command(record, f"compile=eager,{same.removeprefix('compile=')}", "hydra.launcher.rounds=3", sweep=True), why
@@ -162,7 +165,8 @@ def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bo
         if name == "resume":
             return f"trainer.fit(..., ckpt_path={json.dumps(value)})"
         names = value.strip("[]").split(",")
-        return f"the script with {strategies_in_python(names, record.strategies) if name == 'compile' else changes[0]}"
+        called = strategies_in_python(names, record.strategies, record.entry)
+        return f"the script with {called if name == 'compile' else changes[0]}"
     changed = {change.partition("=")[0] for change in changes} | {"resume", "repeat"}
     given = [part for part in record.command if part.lstrip("+").partition("=")[0] not in changed]
     given = [part for part in given if not part.lstrip("+").startswith("hydra.")]

@@ -250,6 +250,8 @@ class RunRecord(CompilerFigures, Rates, Peak):
     """Command-line overrides of this run; arguments of ``script``."""
     script: str | None = None
     """The script of one's own that trained; None for our command line."""
+    entry: str = "Compile"
+    """What a script gives its strategies to: ``Compile``, ``compile_trainer`` or ``crucible.compile``."""
     seed: int | None = 0
     resumed_from: str | None = None
     """Checkpoint that the run continued from."""
