@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +14,27 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, softplus
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
-from strategies import Buckets, Checkpointing, CudaGraph, Dynamic, Modular, Optimizer, Part, Regional, Strategy, Whole
+from strategies import (
+    Auto,
+    Buckets,
+    Checkpointing,
+    CudaGraph,
+    Dynamic,
+    Modular,
+    Optimizer,
+    Part,
+    Regional,
+    Strategy,
+    Whole,
+)
+from tests.conftest import ROOT
 from tests.strategies import backends
 from tests.trainer.recording import Recorded
 from trainer.guards import ParityError
@@ -198,6 +215,43 @@ def test_a_scaler_scales_and_unscales_as_in_a_loop_of_ones_own() -> None:
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
     assert (ours.state_dict(), training.record.precision) == (theirs.state_dict(), "16-mixed")
     assert training.record.eager_parts == {}
+
+
+def test_a_loop_of_fabrics_trains_as_without_us() -> None:
+    def train(strategies: list[Strategy] | None) -> tuple[list[float], Any, Any]:
+        fabric, losses, training = Fabric(accelerator="cpu", precision="bf16-mixed"), [], None
+        own = Net()
+        model, optimizer = fabric.setup(own, adam(own))
+        batches: Any = fabric.setup_dataloaders(loader())
+        if strategies is not None:
+            training = begin(None, model, optimizer, strategies, precision="bf16-mixed")
+            batches = training.batches(batches)
+        for batch in batches:
+            loss = loss_function(model, batch)
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        if training is not None:
+            training.close()
+        return losses, own.state_dict(), training
+
+    expected, weights, _ = train(None)
+    losses, ours, training = train([Whole(**EAGER), Optimizer(**EAGER)])
+    assert losses == pytest.approx(expected, rel=1e-2)
+    torch.testing.assert_close(ours, weights, rtol=1e-2, atol=1e-3)
+    assert (training.record.steps, training.record.regions_compiled, training.record.task) == (6, 1, "Net")
+    assert training.record.audits.verdict == "clean"
+
+
+def test_auto_chooses_on_the_loops_own_steps(plain: OneLoop) -> None:
+    loop = OneLoop()
+    options: dict[str, Any] = {"micro_batches": 2, "planned_steps": 6}
+    auto = Auto(candidates=["whole"], remember=False)
+    with begin(None, loop.model, loop.optimizer, [auto], **options) as training:
+        loop.train(training.batches, training.evaluation)
+    assert loop.losses == pytest.approx(plain.losses)
+    assert training.record.report["auto"]["chosen"] == "eager"
 
 
 def test_two_optimizers_that_step_in_one_batch_are_one_step(tmp_path: Path) -> None:
@@ -392,6 +446,27 @@ def test_a_training_without_a_batch_says_so() -> None:
         begin(None, model, adam(model), []).close()
 
 
+SCRIPT = """
+import crucible, torch
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+training = crucible.compile(model, optimizer, loss=lambda model, x: model(x).mean(), measure_peak=False)
+training.step(torch.ones(2, 2))
+raise KeyError("mine")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_without_close_has_a_record_of_why(tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "trainer")])}
+    done = subprocess.run([sys.executable, "fit.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "Linear · eager · failed" in done.stdout, done.stderr
+    record = RunRecord.load(tmp_path / "compile_runs" / "run-1")
+    assert (record.status, record.reason, record.steps) == ("failed", "KeyError: 'mine'", 1)
+
+
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -435,10 +510,10 @@ def test_a_difference_ends_the_loop_where_that_is_asked_for(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_the_rounding_of_the_loops_own_autocast_is_no_difference(autocast: bool) -> None:
-    model = nn.ModuleList([nn.Linear(8, 8)])
+    model = nn.ModuleList([nn.Linear(8, 512)])  # many numbers, in which a common factor of one rounding shows
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     try:
-        backends.Fault.forward = 1 + 2.0**-9
+        backends.Fault.forward = 1 + 1.5 * 2.0**-9
         with warnings.catch_warnings(), begin(None, model, optimizer, [Whole(backend=backends.FAULTY)]) as training:
             warnings.simplefilter("ignore")
             for x, _ in training.batches(loader()):
@@ -519,6 +594,7 @@ def compiled_already() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Strategy], dict[str, Any], str]] = {
     "capture": (Net, [CudaGraph(required=False)], {}, "cuda_graph captures whole steps: give loss="),
     "buckets": (Net, [Buckets()], {}, "buckets groups and pads batches"),
+    "wrapped": (lambda: Fabric(accelerator="cpu").setup(Net()), [], {"loss": loss_function}, "Fabric or accelerate"),
     "compiled": (compiled_already, [Regional()], {}, "the module is compiled already"),
     "paths": (Net, [Regional(blocks=["layers"])], {}, "Regional.blocks: 'layers' matches no submodule"),
     "conflict": (Net, [Regional(), Whole()], {}, "'regional' and 'whole' both act on the module stage"),
