@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -340,9 +342,7 @@ def test_an_evaluation_in_the_middle_of_an_epoch_is_compiled_and_belongs_to_no_s
 
 
 def proofs(training: PlainTraining) -> list[Any]:
-    program = training._training.program
-    assert program is not None
-    return [proof for kind in program.kinds.values() for proof in kind.proofs.values()]
+    return [proof for kind in training._program.kinds.values() for proof in kind.proofs.values()]
 
 
 def test_an_evaluation_before_the_optimizer_steps_leaves_the_step_compiled() -> None:
@@ -580,6 +580,21 @@ def test_ragged_batches_are_padded_for_dynamic_shapes() -> None:
             model[0](batch["x"].unsqueeze(-1)).sum().backward()
             optimizer.step()
     assert lengths == [8, 16, 16]
+
+
+@pytest.mark.slow
+def test_the_scripts_of_the_page_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^```python (\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for name in ("keep.py", "step.py"):
+        assert blocks[name].count("Regional()") == 1
+        script = blocks[name].replace("Regional()", "Regional(backend='eager')").replace("range(3)", "range(1)")
+        exec(builtins.compile(script, f"docs/own_loop.md {name}", "exec"), names)
+    kept, ours = (RunRecord.load(tmp_path / "compile_runs" / f"run-{place}") for place in (1, 2))
+    assert (kept.status, kept.steps, kept.regions_compiled, ours.steps) == ("finished", 16, 4, 16)
+    assert kept.eager_parts == ours.eager_parts == {}
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

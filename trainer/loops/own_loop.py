@@ -100,7 +100,7 @@ def compile(
     if reasons := list(_refusals(model, given, training.strategies, loss is not None, wrapped)):
         raise ValueError("\n".join(f"crucible.compile: {line}" for line in reasons))
     kinds = (one.dtype for one in model.parameters() if one.is_floating_point())
-    where = Path(folder or getattr(writer, "log_dir", FOLDER))
+    where = Path(folder if folder is not None else FOLDER if writer is None else writer.log_dir)
     loop = (LoopOfItsOwn if loss is None else PlainLoop)(
         model,
         *optimizers,
@@ -188,7 +188,9 @@ class PlainTraining:
         if _open is not None:
             _open.close()
         try:
-            training.apply_to(loop.module, device=loop.device, precision=loop.precision, print_line=tqdm.write)
+            self._program = training.apply_to(
+                loop.module, device=loop.device, precision=loop.precision, print_line=tqdm.write
+            )
         except BaseException:
             training.close()
             loop.release()
@@ -278,7 +280,7 @@ class PlainTraining:
         except GeneratorExit:
             # Left in the middle. Whatever ends the batch may raise, and nobody would hear of it here.
             if self._batch is not NO_BATCH and not self._over:
-                self._training.program.activate(False)
+                self._program.activate(False)
                 self._training.telemetry.leave_out()
             raise
         self._pause("training")
@@ -286,7 +288,6 @@ class PlainTraining:
     def _evaluation(self, loader: Iterable[Any]) -> Iterator[Any]:
         self._require_open()
         self._pause("validating")
-        program = self._training.program
         try:
             for batch in loader:
                 padded = self._padded(batch)
@@ -297,7 +298,7 @@ class PlainTraining:
                     self._training.evaluation_ends()
         finally:
             if self._batch is not NO_BATCH and not self._over:
-                program.activate(True)
+                self._program.activate(True)
 
     def _begin(self, loader: Any) -> None:
         self._require_open()
@@ -330,7 +331,7 @@ class PlainTraining:
         self._training.batch_ends(loss, batch)
 
     def _padded(self, batch: Any) -> Any:
-        padding = self._training.program.padding
+        padding = self._program.padding
         if padding is None:
             return batch
         batch = to_edge(batch, padding.ragged, padding.edge_of(length_of(batch, padding.ragged)))
