@@ -104,6 +104,20 @@ def test_the_verdict_of_a_script_speaks_python(one: object, says: str) -> None:
     assert not COMMAND.search(lines)
 
 
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("compile_trainer", "compile_trainer(trainer, [Cached(), Regional()])"),
+        ("crucible.compile", "crucible.compile(model, optimizer, [Cached(), Regional()])"),
+    ],
+)
+def test_the_verdict_names_what_the_script_calls_and_nothing_that_needs_lightning(entry: str, says: str) -> None:
+    assert f"next: the script with {says}" in "\n".join(verdict_lines(record(FASTER, script="mine.py", entry=entry)))
+    for one in (record(NOISY, script="mine.py", entry=entry), record(FASTER, graph_breaks=1, script="a", entry=entry)):
+        assert "crucible.compare(" not in (lines := "\n".join(verdict_lines(one)))
+        assert "explain_module" not in lines
+
+
 def test_what_a_script_is_refused_with_speaks_python(tmp_path: Path) -> None:
     data = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
     trainer = L.Trainer(

@@ -612,6 +612,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Strategy], dict[str, Any]
     "wrapped": (lambda: Fabric(accelerator="cpu").setup(Net()), [], {"loss": loss_function}, "Fabric or accelerate"),
     "compiled": (compiled_already, [Regional()], {}, "the module is compiled already"),
     "paths": (Net, [Regional(blocks=["layers"])], {}, "Regional.blocks: 'layers' matches no submodule"),
+    "needless": (Net, [], {"clip": 1.0}, "clip= goes with loss="),
+    "micro-batches": (Net, [], {"micro_batches": 0}, "micro_batches=0 must be at least 1"),
+    "precision": (Net, [], {"precision": "fp16"}, "precision='fp16' is not one of"),
     "conflict": (Net, [Regional(), Whole()], {}, "'regional' and 'whole' both act on the module stage"),
     "choices": (Net, [], {"parity": "maybe"}, "parity='maybe' is not one of"),
 }
@@ -637,6 +640,7 @@ def test_two_optimizers_are_not_stepped_for_the_loop() -> None:
 
 def test_a_step_without_a_loss_names_what_is_missing() -> None:
     model = Net()
-    training = begin(None, model, adam(model), [])
-    with pytest.raises(ValueError, match=r"crucible.compile\(..., loss="):
-        training.step(next(iter(loader())))
+    with begin(None, model, adam(model), []) as training:
+        with pytest.raises(ValueError, match=r"crucible.compile\(..., loss="):
+            training.step(next(iter(loader())))
+        assert len([*steps(training, model, adam(model), 2)]) == 2

@@ -34,8 +34,9 @@ from tqdm import tqdm
 from strategies import Strategy
 from strategies.padding import length_of, to_edge
 from trainer.loops.logs import Logs
-from trainer.loops.plain import PlainLoop
+from trainer.loops.plain import AUTOCAST, PlainLoop
 from trainer.loops.training import CompiledTraining
+from trainer.script import main_script
 from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
@@ -91,14 +92,22 @@ def compile(
     Raises:
         ValueError: Strategies that conflict, and what of strategies and loop cannot be combined.
     """
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+    if precision not in (None, *(known := ("32-true", *AUTOCAST, *PRECISIONS.values()))):
+        raise ValueError(f"precision={precision!r} is not one of {known}")
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     # Of Fabric and accelerate, which wrap them: what is compiled lies within.
     model: Any = module.module if is_wrapped(module) else module
     optimizers = [getattr(one, "optimizer", one) for one in given]
     training = CompiledTraining(strategies, **{"whole": ("",), **options})
     wrapped = model is not module or any(one is not inner for one, inner in zip(given, optimizers, strict=True))
-    if reasons := list(_refusals(model, given, training.strategies, loss is not None, wrapped)):
-        raise ValueError("\n".join(f"crucible.compile: {line}" for line in reasons))
+    ours = {"clip": clip, "schedule": schedule, "scaler": scaler}
+    needless = [name for name, value in ours.items() if loss is None and value is not None]
+    refused = list(_refusals(model, given, training.strategies, takes_steps=loss is not None, wrapped=wrapped))
+    refused += [f"{name}= goes with loss=; without, your loop does that itself" for name in needless]
+    if refused:
+        raise ValueError("\n".join(f"crucible.compile: {line}" for line in refused))
     kinds = (one.dtype for one in model.parameters() if one.is_floating_point())
     where = Path(folder if folder is not None else FOLDER if writer is None else writer.log_dir)
     loop = (LoopOfItsOwn if loss is None else PlainLoop)(
@@ -124,6 +133,7 @@ def _refusals(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     strategies: Sequence[Strategy],
+    *,
     takes_steps: bool,
     wrapped: bool,
 ) -> Iterator[str]:
@@ -273,13 +283,15 @@ class PlainTraining:
         self._loop.epoch_begins(self._epochs)
         self._epochs += 1
         self._begin(loader)
+        own: Any = None
         try:
             for batch in self._loop.fetched(iter(loader)):
-                yield self._begin_batch(batch, loader)
+                own = self._begin_batch(batch, loader)
+                yield own
                 self._end_batch()
         except GeneratorExit:
             # Left in the middle. Whatever ends the batch may raise, and nobody would hear of it here.
-            if self._batch is not NO_BATCH and not self._over:
+            if self._batch is own and not self._over:
                 self._program.activate(False)
                 self._training.telemetry.leave_out()
             raise
@@ -380,8 +392,8 @@ class PlainTraining:
             rank_zero_warn("crucible.compile: no batch came by training.step or training.batches: there is no record")
 
     def _at_exit(self) -> None:
-        """The script ends without ``close``, perhaps by an error."""
-        self._end(getattr(sys, "last_value", None))
+        """The script ends without ``close``, perhaps by an error. In a notebook the last one may be of anything."""
+        self._end(None if main_script() is None else getattr(sys, "last_value", None))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
