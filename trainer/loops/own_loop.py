@@ -110,7 +110,7 @@ def compile(
         raise ValueError("\n".join(f"crucible.compile: {line}" for line in refused))
     kinds = (one.dtype for one in model.parameters() if one.is_floating_point())
     where = Path(folder if folder is not None else FOLDER if writer is None else writer.log_dir)
-    loop = (LoopOfItsOwn if loss is None else PlainLoop)(
+    loop = (ManualLoop if loss is None else PlainLoop)(
         model,
         *optimizers,
         loss=None if loss is None else functools.partial(loss, module),
@@ -153,8 +153,8 @@ def _refusals(
             yield f"{strategy.name} groups and pads batches, and your loop makes its own: pad where they are collated"
 
 
-class LoopOfItsOwn(PlainLoop):
-    """A loop that runs backward and optimizers itself: a batch in which one of them stepped is a step."""
+class ManualLoop(PlainLoop):
+    """One of the user's, which runs backward and optimizers itself: a batch in which one of them stepped is a step."""
 
     manual = True
 
@@ -231,6 +231,7 @@ class PlainTraining:
 
         Raises:
             ValueError: ``compile`` was given no ``loss``.
+            RuntimeError: The training is closed.
         """
         if self._loop.manual:
             raise ValueError("training.step needs a loss: crucible.compile(..., loss=a function of module and batch)")
@@ -242,17 +243,18 @@ class PlainTraining:
             with contextlib.suppress(Exception):  # the first error counts
                 self._end_batch()
             raise
-        loss = self._loss
+        loss, micro_batches = self._loss, self._loop.micro_batches
         self._end_batch()
-        return None if loss is None else loss * self._loop.micro_batches
+        return loss if loss is None or micro_batches == 1 else loss * micro_batches
 
     def batches(self, loader: Iterable[Any]) -> Batches:
-        """The batches of ``loader``, once: from one to the next a batch is trained on. Waiting for them is measured."""
+        """One pass over ``loader``, or over any other iterable: from one batch to the next is what trains on it. How
+        long the loop waits for batches is measured. Leave it at any time."""
         return Batches(loader, self._batches)
 
     def evaluation(self, loader: Iterable[Any]) -> Batches:
-        """The batches of ``loader``, once, for an evaluation: it runs compiled as well, and its time belongs to no
-        step. It may stand between two trainings on batches or within one."""
+        """One pass over ``loader`` for an evaluation, between two passes of training or within one: it runs compiled as
+        well, and its time belongs to no step. ``model.eval()`` and ``torch.no_grad()`` are yours to call."""
         return Batches(loader, self._evaluation)
 
     def pause(self) -> None:
