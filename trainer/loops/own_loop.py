@@ -195,6 +195,7 @@ class PlainTraining:
         self._loss: Tensor | None = None
         self._epochs = 0
         self._begun = self._over = False
+        self._in_file = main_script() is not None  # at exit Python has forgotten it
         if _open is not None:
             _open.close()
         try:
@@ -395,7 +396,7 @@ class PlainTraining:
 
     def _at_exit(self) -> None:
         """The script ends without ``close``, perhaps by an error. In a notebook the last one may be of anything."""
-        self._end(None if main_script() is None else getattr(sys, "last_value", None))
+        self._end(getattr(sys, "last_value", None) if self._in_file else None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
