@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself: pages from outside of docs/, the list of public names, links out of the folder."""
+"""What ProperDocs does not do by itself: pages from outside of docs/, the list of public names, links out of the folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File  # ProperDocs gives its modules under mkdocs' names, too
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
