@@ -31,7 +31,8 @@ examples:
   crucible verify --publish NAME outputs/sweeps/<time>       # runs into records/NAME.jsonl; tables, pictures anew
   crucible verify --tables                                   # tables and pictures of docs made anew from their records
 
-A figure holds where the median of the rounds here is within the published range, or beyond it by at most:
+A figure holds where the rounds' median here, of a ratio their geometric mean, is in the published range, or beyond it
+by at most:
 {TOLERANCES[RATIO]:.0%} of a ratio, {TOLERANCES[LOSS]:.0%} of a loss, {TIME_TOLERANCE:.0%} of a time or of memory.
 Counts must be the same. What lies beyond on the better side is better. The ratio of a busy machine, or of a single
 round, is not compared.
@@ -73,7 +74,7 @@ def work(options: argparse.Namespace) -> int:
     width = max(map(len, rows))
     for name, row in rows.items():
         mark = "" if row.compared.ratio is None or row.compared.ratio.shown else NOT_SURE
-        speed = mark + published.range_text(RATIO, row.figures.get(RATIO, ()))
+        speed = mark + published.figure_text(row, RATIO)
         what = f"{speed} times eager" if RATIO in row.figures else "without a ratio to eager"
         print(f"{name:<{width}} {what}, {counted(len(row.records), 'round')}, {row.records[0].device}")
     return 0

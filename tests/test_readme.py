@@ -1,4 +1,4 @@
-"""The README says what is so: its tree, its metric table and its links are checked against the project."""
+"""The pages say what is so: the tree, the metric table and all links are checked against the project."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from trainer.telemetry.tensorboard import FINAL
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_every_folder_of_the_tree_exists_and_every_package_is_in_it() -> None:
-    tree = re.search(r"## What is where\n\n```\n(.*?)```", README, re.DOTALL)
+    tree = re.search(r"## What is where\n\n```\n(.*?)```", CONTRIBUTING, re.DOTALL)
     assert tree is not None
     named = {line.split()[0].rstrip("/") for line in tree[1].splitlines() if line.strip()}
     assert {name for name in named if not (ROOT / name).is_dir()} == set()
@@ -49,7 +50,7 @@ def test_ci_runs_the_two_lines_of_the_readme_as_they_are_printed(tmp_path: Path,
     for name in ("README.md", ".ci/run"):
         shutil.copy2(ROOT / name, checkout / name)
     environment = (
-        r"mkdir -p .venv/bin; echo 'pip() { echo pip $*; }; python() { echo python $*; }' > .venv/bin/activate"
+        r"mkdir -p .venv/bin; echo 'pip() { echo pip $*; }; crucible() { echo crucible $*; }' > .venv/bin/activate"
     )
     made = {programs / "python3": environment, checkout / "check": f"pwd; tail -n 1 README.md; ls -A; cat; exit {code}"}
     made |= {programs / name: "" for name in ("g++", "chromium")}  # nothing is missing
@@ -64,7 +65,7 @@ def test_ci_runs_the_two_lines_of_the_readme_as_they_are_printed(tmp_path: Path,
     done = subprocess.run([checkout / ".ci/run"], env=os.environ | path, capture_output=True, text=True, timeout=200)
     first, second = re.findall(r"```bash\n(python3 .*)\n```", README)
     said = [line for line in done.stdout.splitlines() if not line.startswith("== took")]
-    assert said[:3] == [f"== {first}", "pip install -e .", "python -m trainer task=captioning compile=regional"]
+    assert said[:3] == [f"== {first}", "pip install -e .", "crucible train task=captioning compile=regional"]
     assert said[3:5] == [f"== {second}", "pip install -e .[test]"]
     assert said[6:] == ["edited", ".ci", ".git", ".venv", "README.md", "check"]
     assert done.returncode == (code and 1), done.stderr

@@ -1,4 +1,4 @@
-"""What ProperDocs does not do by itself: pages from outside of docs/, the list of public names, links out of the folder."""
+"""What ProperDocs does not do by itself: pages from outside of docs/, the list of public names, links out of it."""
 
 from __future__ import annotations
 

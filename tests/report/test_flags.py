@@ -40,6 +40,17 @@ def test_a_sound_run_has_none() -> None:
     assert flags(whole(report=nothing)) == []
 
 
+def test_a_run_under_the_profiler_is_left_out_beside_others_and_compared_with_its_like() -> None:
+    eager, slowed = record("eager", warmup_seconds=1.0), record("whole", step_seconds=0.5, warmup_seconds=9.0)
+    slowed.config["profile"] = eager.config["profile"] = "on"
+    found = against_eager(*(whole(round=turn) for turn in (1, 2)), slowed)
+    assert found.rows[1].ratio is not None
+    assert found.rows[1].ratio.value == pytest.approx(2.0)
+    assert found.rows[1].flags == ["1 run under the profiler left out"]
+    (alone,) = compare([Run(Path(str(number)), one) for number, one in enumerate((eager, slowed))])
+    assert alone.rows[1].ratio is not None
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -89,11 +89,11 @@ def test_first_and_longest_steps_are_those_of_runs_with_a_point_a_step() -> None
     assert figures[LONGEST] == pytest.approx((0.5,))
 
 
-def test_the_first_pages_show_only_pictures_that_are_drawn_from_records() -> None:
+def test_the_first_pages_show_only_a_recorded_terminal_and_pictures_that_are_drawn_from_records() -> None:
     drawn = {f"{file.stem}-{kind}.png" for file in published.RECORDS.glob("*.jsonl") for kind in PICTURES}
     for page in (ROOT / "README.md", ROOT / "docs" / "results" / "README.md"):
         shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-        assert {Path(one).name for one in shown} <= drawn
+        assert {Path(one).name for one in shown} <= drawn | {"terminal.svg"}
         assert shown or page.parent != ROOT, "the first page shows one"
 
 
@@ -177,7 +177,7 @@ def test_ratios_are_taken_in_each_round_and_a_wide_row_is_marked() -> None:
     assert regional.figures[RATIO] == pytest.approx((1.25, 1.25, 0.110 / 0.092))
     text = "\n".join(published.table(runs_of(sweep()), "records/row.jsonl"))
     assert "| `eager` † | 3 | 1 |" in text, "its steps spread by the slow round"
-    assert "| `regional` | 3 | ~1.25 (1.20 to 1.25) |" in text, "its ratios do not"
+    assert "| `regional` | 3 | ~1.23 (1.20 to 1.25) |" in text, "its ratios do not"
     assert "GPU clock 1755 MHz · power limit 700 W · 61 °C · throttled: no" in text
     assert (eager.spread or 0) > published.MAX_SPREAD
 

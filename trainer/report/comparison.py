@@ -278,6 +278,13 @@ def _compare(row: Row, base: Row | None, start: str) -> None:
         row.break_even_steps = statistics.break_even_steps(row.cost, other.cost)
 
 
+def wait_seconds(row: Row, base: Row) -> float | None:
+    """What a row's start takes beyond the baseline's: what faster steps have to make up for. None without a cost."""
+    if row.cost is None or base.cost is None:
+        return None
+    return statistics.overhead_seconds(row.cost, base.cost) - statistics.overhead_seconds(base.cost, None)
+
+
 def _samples(runs: Sequence[Run], work: float, starts: Collection[str | None]) -> list[Sample]:
     return [
         Sample(seconds * work, (run.record.seed, run.record.round, run.record.start if starts else None))
@@ -316,6 +323,8 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
         flags.append(f"comparison with eager: {parity}")
     if other := next((network for run in cell.finished if (network := run.record.report.get("network"))), None):
         flags.append(f"another network: {other['class']} of {other['parameters']:,} parameters, not the task's")
+    if cell.profiled:
+        flags.append(f"{counted(len(cell.profiled), 'run')} under the profiler left out")
     flags += [*_loss(cell, baseline), *_compiled(cell), *_thin(cell)]
     if unknown := [run for run in cell.cold if cell.compiles and start_of(run.record) is None]:
         flags.append(f"cache state unknown: its warm-up is counted as a cold start's{_of(unknown, cell)}")

@@ -3,10 +3,11 @@ makes of them, and whether figures measured elsewhere agree with them. ``crucibl
 
 A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one workload, a line each. A page shows their
 table between ``<!-- table: NAME -->`` and ``<!-- end -->``; of ``losses-*.jsonl`` it shows the picture alone. Files
-``same-*.jsonl``, of arms beside themselves, are for tests of the statistics. Ratios are taken in each round; the median
-is given with the least and the largest. Of runs under the profiler only the device's own time of a step is taken, and
-the cold warm-up where no other run was; ``<!-- kernels: NAME -->`` begins a table of what the device did in them.
-Where a page shows ``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records.
+``same-*.jsonl``, of arms beside themselves, are for tests of the statistics. A ratio is the one that ``crucible
+compare`` gives, with the least and the largest of the rounds; other figures are medians. Of runs under the profiler
+only the device's own time of a step is taken, and the cold warm-up where no other run was; ``<!-- kernels: NAME -->``
+begins a table of what the device did in them. Where a page shows ``docs/pictures/NAME-PICTURE.png``, that picture
+(``pictures.PICTURES``) is drawn from the records. The README's table names its rows in ``<!-- summary``, one a line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.report import pictures
-from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_runs, unlike_conditions
-from trainer.report.runs import Run, find
+from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_runs, unlike_conditions, wait_seconds
+from trainer.report.runs import Run, find, is_profiled
+from trainer.report.statistics import rounded
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.files import finite, written_whole
 from trainer.telemetry.record import RunRecord
@@ -43,6 +46,10 @@ SAME, CURVES_ALONE = "same-", "losses-"
 MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
 MARK = re.compile(r"(<!-- (table|kernels): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SUMMARY = re.compile(r"(<!-- summary\n(.*?)-->\n).*?(<!-- end -->)", re.DOTALL)
+"""The table of the README: a row a line, ``FILE/ARM what is trained``."""
+SUMMARY = re.compile(r"(<!-- summary\n(.*?)\n-->\n).*?(<!-- end -->)", re.DOTALL)
+"""The README's table, with a row a line: ``FILE/ARM what is trained``."""
 RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
 TOKENS = "useful tokens/s"
 COLD, WARM = "warm-up s, cold", "warm-up s, warm"
@@ -119,18 +126,14 @@ def publish(paths: Iterable[str | Path], file: Path) -> int:
 
 def rows_of(runs: Sequence[Run]) -> list[PublishedRow]:
     """An arm a row, eager first; none of runs that were all profiled. Raises ValueError for several workloads."""
-    return [] if runs and all(map(_is_profiled, runs)) else rows_in(_compared(runs), runs)
+    return [] if runs and all(map(is_profiled, runs)) else rows_in(_compared(runs), runs)
 
 
 def _compared(runs: Sequence[Run]) -> WorkloadComparison:
-    compared = compare_runs([run for run in runs if not _is_profiled(run)])
+    compared = compare_runs([run for run in runs if not is_profiled(run)])
     if len(compared) != 1:
         raise ValueError(f"a table is of one workload, these are {', '.join(found.workload for found in compared)}")
     return compared[0]
-
-
-def _is_profiled(run: Run) -> bool:
-    return run.record.config.get("profile", "off") != "off"
 
 
 def rows_in(found: WorkloadComparison, runs: Sequence[Run] = ()) -> list[PublishedRow]:
@@ -139,7 +142,7 @@ def rows_in(found: WorkloadComparison, runs: Sequence[Run] = ()) -> list[Publish
     rows = []
     for row in found.rows:
         strategies = row.cell.runs[0].record.strategies
-        profiled = [run.record for run in runs if _is_profiled(run) and run.record.strategies == strategies]
+        profiled = [run.record for run in runs if is_profiled(run) and run.record.strategies == strategies]
         figures = _figures(row, base if row is not base else None, profiled)
         rounds = figures.get(RATIO) or figures.get(STEP, ())
         spread = (max(rounds) - min(rounds)) / statistics.median(rounds) if len(rounds) > 1 else None
@@ -182,16 +185,29 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
     return {name: values for name, values in there.items() if values}
 
 
-def range_text(name: str, values: Sequence[float]) -> str:
-    """``1.55 (1.54 to 1.56)``: the median, with the least and the largest where they differ."""
+def middle(name: str, values: Sequence[float]) -> float:
+    """What stands for several rounds: the geometric mean of ratios, as in ``statistics.ratio``, and else the median."""
+    return statistics.geometric_mean(values) if name == RATIO else statistics.median(values)
+
+
+def figure_text(row: PublishedRow, name: str) -> str:
+    """A figure of a row, ``1.55 (1.54 to 1.56)``: of a ratio what ``crucible compare`` says, also where rounds lack one
+    of the two runs."""
+    ratio, values = row.compared.ratio, row.figures.get(name, ())
+    return range_text(name, values, ratio.value if name == RATIO and ratio is not None else None)
+
+
+def range_text(name: str, values: Sequence[float], figure: float | None = None) -> str:
+    """``figure``, by default the middle of ``values``, with their least and largest where they differ."""
     if not values:
         return ABSENT
+    figure = middle(name, values) if figure is None else figure
 
     def text(value: float) -> str:
         return f"{value:.0f}" if name in COUNTS else f"{value:.5g}" if name == LOSS else number(value)
 
-    low, middle, high = (text(each) for each in (min(values), statistics.median(values), max(values)))
-    return middle if low == high else f"{middle} ({low} to {high})"
+    low, shown, high = (text(each) for each in (min(values), figure, max(values)))
+    return shown if low == high else f"{shown} ({low} to {high})"
 
 
 def table(runs: Sequence[Run], link: str) -> list[str]:
@@ -204,7 +220,7 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
     columns = {"arm": [f"`{row.arm}`{' †' if (row.spread or 0) > MAX_SPREAD else ''}" for row in rows]}
     columns["rounds"] = [str(len(row.records)) for row in rows]
     for name in shown:
-        columns[name] = [range_text(name, row.figures.get(name, ())) for row in rows]
+        columns[name] = [figure_text(row, name) for row in rows]
     for place, row in enumerate(rows):
         if row.compared is compared.baseline_row:
             columns[RATIO][place] = "1"
@@ -222,7 +238,7 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
 def kernels(runs: Sequence[Run], link: str) -> list[str]:
     """The lines of a table of the longest kernels, for each run under the profiler that has kept them."""
     lines = []
-    for record in (run.record for run in runs if _is_profiled(run)):
+    for record in (run.record for run in runs if is_profiled(run)):
         facts = record.report.get("profile", {})
         if found := facts.get("kernels"):
             columns = {
@@ -239,6 +255,50 @@ def kernels(runs: Sequence[Run], link: str) -> list[str]:
     return lines
 
 
+def summary(lines: Sequence[str], records: Path = RECORDS) -> list[str]:
+    """A table for newcomers: trainings eager and compiled, each of ``lines`` as in ``SUMMARY``; then where and when.
+
+    To wait, and the step after which it has paid, count from empty caches. Raises ValueError for a row that is not one,
+    or has no ratio to eager from such a start.
+    """
+    names = ("training", "strategy", "eager step", "compiled step", "times as fast", "seconds to wait", "pays after")
+    texts, measured = [], []
+    for line in lines:
+        name, _, title = line.partition(" ")
+        file, _, arm = name.partition("/")
+        found = _compared(find([records / f"{file}.jsonl"]))
+        # Of these two alone: other arms may have started with filled caches only.
+        runs = [run for row in found.rows if row.cell.arm in (found.baseline, arm) for run in row.cell.finished]
+        both = compare_runs(runs)[0] if runs else found
+        if len(both.rows) != 2 or both.start != "cold" or both.rows[1].break_even_steps is None:
+            raise ValueError(f"{name} is not a row with a ratio to eager from a cold start: crucible verify --list")
+        eager, compiled = rows_in(both)
+        waited = wait_seconds(compiled.compared, eager.compared)
+        steps = (number(row.figures[STEP] and statistics.median(row.figures[STEP])) for row in (eager, compiled))
+        pays = both.rows[1].break_even_steps
+        texts.append(
+            (
+                title,
+                f"`{arm if '+' not in arm else '[' + arm.replace('+', ',') + ']'}`",
+                *(f"{step} ms" for step in steps),
+                figure_text(compiled, RATIO),
+                ABSENT if waited is None else f"{waited:.0f}",
+                "never" if pays == math.inf else f"{rounded(pays)} steps",
+            )
+        )
+        measured += [*eager.records, *compiled.records]
+    columns = {name: list(column) for name, column in zip(names, zip(*texts, strict=True), strict=True)}
+    facts = (
+        [record.device for record in measured],
+        [record.precision for record in measured],
+        [f"torch {record.versions.get('torch')}" for record in measured],
+        [f"{len(measured) // (2 * len(lines))} rounds"],
+        sorted((record.started or "")[:10] for record in measured),
+        [f"commit {(record.git_commit or 'unknown')[:10]}" for record in measured],
+    )
+    return [*piped(columns), "", " · ".join(" / ".join(dict.fromkeys(filter(None, each))) for each in facts) + "."]
+
+
 def refreshed(text: str, records: Path = RECORDS) -> str:
     """A page with its tables made anew from the files in ``records``. Raises ValueError for a file that is missing."""
 
@@ -247,7 +307,10 @@ def refreshed(text: str, records: Path = RECORDS) -> str:
         lines = {"table": table, "kernels": kernels}[match[2]](find([file]), f"records/{file.name}")
         return "\n".join((match[1].rstrip("\n"), *lines, match[4]))
 
-    return MARK.sub(made, text)
+    def summed(match: re.Match[str]) -> str:
+        return "\n".join((match[1], *summary(match[2].splitlines(), records), "", match[3]))
+
+    return SUMMARY.sub(summed, MARK.sub(made, text))
 
 
 def refresh(records: Path = RECORDS) -> list[Path]:
@@ -256,7 +319,7 @@ def refresh(records: Path = RECORDS) -> list[Path]:
     Raises ValueError for a file of records that is missing, and where a picture is due and matplotlib is not there.
     """
     changed = []
-    for page in sorted(records.parent.glob("*.md")):
+    for page in _pages(records):
         text = page.read_text(encoding="utf-8")
         if (new := refreshed(text, records)) != text:
             with written_whole(page, "w") as out:
@@ -269,6 +332,13 @@ def refresh(records: Path = RECORDS) -> list[Path]:
         pictures.save(figure, target, metadata={SOURCE: _digest(file)})
         changed.append(target)
     return changed
+
+
+def _pages(records: Path) -> list[Path]:
+    """Pages that may show a table: those beside ``records``, and the README of the checkout that these belong to."""
+    readme = records.resolve().parents[2] / "README.md"
+    ours = records.resolve().parent.parent.name == "docs" and readme.is_file()
+    return sorted(records.parent.glob("*.md")) + [readme] * ours
 
 
 def stale_pictures(records: Path = RECORDS) -> Iterator[tuple[Path, Path, pictures.Draw]]:
@@ -294,19 +364,19 @@ def _digest(file: Path) -> str:
 
 
 def judged(name: str, published: Sequence[float], here: Sequence[float], same_gpu: bool) -> str:
-    """Whether the median of ``here`` is within what was published and its tolerance, beyond it on the better side, or
+    """Whether the middle of ``here`` is within what was published and its tolerance, beyond it on the better side, or
     not; ``not compared`` where it is a time on another device, or there is none. What every machine has must be there.
     """
     if not here or not published:
         return FAILS if name in TOLERANCES else NOT_COMPARED
     if name not in TOLERANCES and not same_gpu:
         return NOT_COMPARED
-    low, middle, high = min(published), statistics.median(here), max(published)
+    low, ours, high = min(published), middle(name, here), max(published)
     tolerance = TOLERANCES.get(name, TIME_TOLERANCE)
-    room = tolerance * abs(statistics.median(published))
-    if low - room <= middle <= high + room if tolerance else set(here) <= set(published):
+    room = tolerance * abs(middle(name, published))
+    if low - room <= ours <= high + room if tolerance else set(here) <= set(published):
         return HOLDS
-    better = (middle > high and name in MORE_IS_BETTER) or (middle < low and name in LESS_IS_BETTER)
+    better = (ours > high and name in MORE_IS_BETTER) or (ours < low and name in LESS_IS_BETTER)
     return BETTER if better and (tolerance or max(here) <= high) else FAILS  # a count is looked at in each round
 
 
@@ -325,8 +395,8 @@ def check(
         verdicts[RATIO] = NOT_COMPARED
     columns = {
         "figure": list(verdicts),
-        called: [range_text(each, row.figures[each]) for each in verdicts],
-        "here": [range_text(each, here.figures.get(each, ())) for each in verdicts],
+        called: [figure_text(row, each) for each in verdicts],
+        "here": [figure_text(here, each) for each in verdicts],
         "verdict": list(verdicts.values()),
     }
     failed = [each for each, verdict in verdicts.items() if verdict == FAILS]

@@ -13,6 +13,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ class Cell:
     """Finished runs that found all they compiled in the caches."""
     failed: list[Run] = field(default_factory=list)
     """Runs that did not finish: failed, interrupted, still running or killed."""
+    profiled: list[Run] = field(default_factory=list)
+    """Finished runs under the profiler, which slows them: left out where the workload has others."""
 
     @property
     def finished(self) -> list[Run]:
@@ -113,7 +116,7 @@ class Cell:
 
     @property
     def runs(self) -> list[Run]:
-        return [*self.finished, *self.failed]
+        return [*self.finished, *self.profiled, *self.failed]
 
     def started(self, start: str) -> list[Run]:
         """Runs whose warm-up stands for a ``cold`` or ``warm`` start; what compiles nothing takes any of its runs."""
@@ -198,13 +201,21 @@ def group(runs: Sequence[Run]) -> list[Cell]:
     cells: list[Cell] = []
     for workload, arms in zip(_workload_names(firsts), workloads.values(), strict=True):
         names = _arm_names([members[0].record for members in arms.values()])
+        finished = [run for run in chain(*arms.values()) if run.record.status == "finished"]
+        apart = not all(map(is_profiled, finished))
         for arm, members in zip(names, arms.values(), strict=True):
             cell = Cell(workload=workload, arm=arm)
             for run in members:
                 place = cell.warm if start_of(run.record) == "warm" else cell.cold
+                place = cell.profiled if apart and is_profiled(run) else place
                 (place if run.record.status == "finished" else cell.failed).append(run)
             cells.append(cell)
     return cells
+
+
+def is_profiled(run: Run) -> bool:
+    """Whether it ran under the profiler, so that its steps took longer."""
+    return run.record.config.get("profile", "off") != "off"
 
 
 def start_of(record: RunRecord) -> str | None:
