@@ -27,7 +27,7 @@ from trainer.report import tables
 from trainer.report.comparison import AT_STEPS, WorkloadComparison, compare_runs
 from trainer.report.pictures import PICTURES, arm_colours, save
 from trainer.report.runs import find
-from trainer.report.statistics import FASTER
+from trainer.report.statistics import FASTER, best_at
 from trainer.report.tables import Columns
 from trainer.telemetry.files import counted, written_whole
 from trainer.telemetry.record import RunRecord
@@ -104,13 +104,16 @@ def render(comparisons: Sequence[WorkloadComparison], scalings: Sequence[tuple[s
 
 
 def _headline(comparison: WorkloadComparison) -> tuple[str, str] | None:
-    """How many times as fast the fastest arm is (of those shown to be faster, if any), and what that is. None where
-    nobody can tell, as from single runs, which have no interval."""
+    """How many times as fast the arm is that the verdict advises for the longest training of the tables, and what that
+    is; where it advises none, the fastest arm (of those shown to be faster, if any). None where nobody can tell, as
+    from single runs, which have no interval."""
     rated = [(row.ratio, row.cell) for row in comparison.rows if row.ratio is not None]
     rated = [(ratio, cell) for ratio, cell in rated if ratio.low is not None]
     if not rated or comparison.verdict.startswith("no verdict"):
         return None
-    ratio, cell = max(rated, key=lambda each: (each[0].verdict == FASTER, each[0].value))
+    longest = max((steps for row in comparison.rows for steps in row.total_seconds), default=AT_STEPS[-1])
+    advised = best_at(comparison.crossings, longest) if comparison.crossings else None
+    ratio, cell = max(rated, key=lambda each: (each[1].arm == advised, each[0].verdict == FASTER, each[0].value))
     over = f"95% interval {tables.interval(ratio)}, " if tables.interval(ratio) else ""
     words = f"the speed of {comparison.baseline}, with {cell.arm} ({over}{counted(len(cell.finished), 'run')})."
     return tables.marked(ratio), words

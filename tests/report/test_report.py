@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.report.records import ragged, record, save, static
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.pictures import PICTURES
-from trainer.report.runs import find
+from trainer.report.runs import Run, find
 from trainer.telemetry.record import Event, RunRecord
 
 VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
@@ -121,6 +121,30 @@ def test_the_verdicts_stand_before_everything_else(html: str, tmp_path: Path) ->
     ratio = found[0].rows[-1].ratio
     assert ratio is not None
     assert text.index(f"{ratio.value:.2f}x") < text.index("95% interval") < text.index("steady step")
+
+
+def test_the_card_names_the_arm_that_the_verdict_advises_not_one_that_pays_later(tmp_path: Path) -> None:
+    arms = {"eager": (0.1, 1.0), "regional": (0.05, 10.0), "whole": (0.049, 900.0)}
+    records = [
+        record(arm, step_seconds=step + 1e-4 * turn, warmup_seconds=warmup, compile_seconds=warmup, round=turn)
+        for turn in (1, 2, 3)
+        for arm, (step, warmup) in arms.items()
+    ]
+    (found,) = compare([Run(Path(str(number)), one) for number, one in enumerate(records)])
+    assert found.best == "whole", "whose steps are the fastest"
+    text = " ".join(Page(report(records, tmp_path)).text.split())
+    card = text[text.index("the speed of eager, with") :]
+    assert card.startswith("the speed of eager, with regional (")
+    assert "above, whole" in card
+
+
+def test_it_follows_the_reader_into_the_dark_with_colours_for_each_part(html: str) -> None:
+    (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
+    light, dark = (dict(re.findall(r"--(\w+): ([^;]+);", rule)) for rule in re.findall(r":root \{(.*?)\}", style)[:2])
+    assert "prefers-color-scheme: dark" in style
+    assert light.keys() == dark.keys()
+    assert not set(light.values()) & set(dark.values())
+    assert "#" not in re.sub(r":root \{.*?\}|#d97214", "", style), "every other rule takes its colours from there"
 
 
 def test_breaks_recompiles_and_failures_come_with_reason_and_place(html: str) -> None:

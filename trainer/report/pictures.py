@@ -197,7 +197,7 @@ PICTURES: dict[str, tuple[Draw, str]] = {
         "Above 1x an arm has made up for its warm-up. Points mark the step from which another arm needs the least "
         "time. Arms of which no difference from the baseline is shown are pale and not chosen.",
     ),
-    "throughput": (throughput, "Steady state, after warm-up. Dark lines: slowest to fastest run."),
+    "throughput": (throughput, "Steady state, after warm-up. Thin lines: slowest to fastest run."),
     "progress": (progress, "As measured in one run of each arm; waiting, validation and checkpoints included."),
     "losses": (losses, "Means over the steps between two log lines."),
 }

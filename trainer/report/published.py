@@ -274,7 +274,7 @@ def summary(lines: Sequence[str], records: Path = RECORDS) -> list[str]:
             raise ValueError(f"{name} is not a row with a ratio to eager from a cold start: crucible verify --list")
         eager, compiled = rows_in(both)
         waited = wait_seconds(compiled.compared, eager.compared)
-        steps = (number(row.figures[STEP] and statistics.median(row.figures[STEP])) for row in (eager, compiled))
+        steps = (number(statistics.median(row.figures[STEP])) for row in (eager, compiled))
         pays = both.rows[1].break_even_steps
         texts.append(
             (
