@@ -24,7 +24,7 @@ from rich.text import Text
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parent / "own_script.py"
 COLUMNS = 100
-END = re.compile(r"^.*Network · \w+ · finished", re.DOTALL)
+END = "Network · regional · finished"
 """The training's own lines come before it; they move the cursor, and a picture of them would show nothing."""
 
 
@@ -34,11 +34,12 @@ def record() -> str:
     termios.tcsetwinsize(theirs, (50, COLUMNS))
     root = HERE.parents[1]
     paths = os.pathsep.join([str(root), str(root / "trainer")])
+    terminal = {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             [sys.executable, SCRIPT],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": paths, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)},
+            env={**os.environ, **terminal, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"},
             stdin=theirs,
             stdout=theirs,
             stderr=subprocess.DEVNULL,
@@ -56,8 +57,8 @@ def record() -> str:
 
 def ending(sent: str) -> Text:
     """The table and what follows it, without Lightning's progress bar and the movements of the cursor."""
-    last = sent[sent.rindex("\n", 0, END.search(sent).end()) + 1 :]  # type: ignore[union-attr]
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-HJKhl]", "", line.rpartition("\r")[2]) for line in last.splitlines()]
+    lines = sent[sent.index(END) :].splitlines()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-HJKhl]", "", line.strip("\r").rpartition("\r")[2]) for line in lines]
     kept = [line for line in lines if "Epoch" not in line and line.strip()]
     return Text.from_ansi("\n".join(["$ python own_script.py", "...", *kept]))
 
