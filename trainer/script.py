@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from strategies.prepare import stop_compiling
 from trainer.console import ProgressView, print_end, shown, summary
 from trainer.loops.logs import NOT_STARTED, Logs
 from trainer.report.run_verdict import run_verdict
-from trainer.sweep.environment import origin
+from trainer.sweep.environment import RECORDS_VARIABLE, origin
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
@@ -110,8 +111,10 @@ class OwnRun:
         record.versions = hardware.versions()
         note_machine(record, loop)
         self.directory = None
-        if self._save and logs.folder is not None and loop.is_first_process:
-            self.directory = claimed(record, logs.folder, shared=logs.shared)
+        given = os.environ.get(RECORDS_VARIABLE)  # of a command that has started this script, and reads them
+        folder, shared = (Path(given), False) if given else (logs.folder if self._save else None, logs.shared)
+        if folder is not None and loop.is_first_process:
+            self.directory = claimed(record, folder, shared=shared)
 
     def end(self, record: RunRecord, close_pages: Callable[[dict[str, str]], None]) -> None:
         """The training is over, and ``record`` filled in."""

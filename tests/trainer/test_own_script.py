@@ -22,6 +22,8 @@ from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer import console
 from trainer.callback import Compile
+from trainer.report.runs import find
+from trainer.sweep.environment import RECORDS_VARIABLE
 from trainer.telemetry import meter, telemetry
 from trainer.telemetry.compiler import Compiling
 from trainer.telemetry.record import RunRecord
@@ -77,6 +79,16 @@ def test_the_record_is_complete_and_saved_where_the_trainer_logs(
     assert "Validated · regional · finished" in printed
     assert "verdict: " in printed
     assert f"record: {logger.log_dir}/record.json" in printed
+
+
+def test_a_command_that_has_started_the_script_says_where_the_records_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RECORDS_VARIABLE, str(tmp_path / "records"))
+    for _ in range(2):
+        fit(Blocks(), tmp_path / "own", [regional(save=False)], max_steps=2)
+    assert [run.directory.name for run in find([tmp_path / "records"])] == ["records", "run-2"]
+    assert list((tmp_path / "own").rglob("record.json")) == []
 
 
 def test_two_scripts_compare_like_two_runs_of_the_command_line(

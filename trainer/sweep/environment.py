@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SWEEP_VARIABLE, ROUND_VARIABLE = "CRUCIBLE_SWEEP", "CRUCIBLE_ROUND"
 """In the process of a cell: the number of the process that started it, and the round, if there are several."""
+RECORDS_VARIABLE = "CRUCIBLE_RECORDS"
+"""In the process of somebody's script: the folder that its records go to, whatever the script says."""
 CACHES_DIRECTORY = "caches"
 """Below a run's or a sweep's directory."""
 ROOT = Path(__file__).resolve().parents[2]
