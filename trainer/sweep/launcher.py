@@ -173,10 +173,7 @@ class IsolatedLauncher(Launcher):
     def _command(self, cell: PlannedCell, config: DictConfig) -> list[str]:
         devices = config.trainer.devices or 1
         by_torchrun = OmegaConf.get_type(config.run) is Peer and devices != 1  # ours start the others themselves
-        # As this program was started: by the console script, or as a module.
-        script, module = Path(sys.argv[0]), getattr(__main__, "__spec__", None) is not None
-        module |= script.suffix == ".py" or not script.is_file()
-        how = ["-m", "trainer"] if module else [str(script.resolve())]
+        how = started()
         if by_torchrun:
             how = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}", "-m", "trainer"]
         return [
@@ -197,6 +194,13 @@ def flags(arguments: Sequence[str]) -> list[str]:
     folder = None if given.config_dir is None else os.path.abspath(given.config_dir)
     found = {"--config-dir": folder, "--config-path": given.config_path, "--config-name": given.config_name}
     return [word for flag, value in found.items() if value is not None for word in (flag, value)]
+
+
+def started() -> list[str]:
+    """Python's arguments that start the trainer as this program was: by the console script, or as a module."""
+    script, module = Path(sys.argv[0]), getattr(__main__, "__spec__", None) is not None
+    module |= script.suffix == ".py" or not script.is_file()
+    return ["-m", "trainer"] if module else [str(script.resolve())]
 
 
 # ---- cells, each in a process of its own -----------------------------------------------------------------------------
@@ -260,11 +264,13 @@ def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
         if cell.record.start != "warm":
             shutil.rmtree(cell.caches, ignore_errors=True)
         environment |= cache_variables(cell.caches.resolve(), store=cell.record.start is not None)
+    environment |= cell.variables
     with (cell.directory / OUTPUT_NAME).open("ab") as output:
         # A process group of its own: Ctrl-C in the terminal reaches it once, through the sweep, and what it leaves
         # behind when it is killed can be killed with it.
         process = subprocess.Popen(
             cell.command,
+            cwd=cell.folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -57,6 +57,10 @@ class PlannedCell:
     caches: Path | None = None
     """Compile caches of its own, or shared with the other cell of its pair; None for the machine's."""
     command: list[str] = field(default_factory=list)
+    folder: Path | None = None
+    """Working directory of its process; None for that of this one."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Further ones of its process's environment."""
 
     @property
     def title(self) -> str:
