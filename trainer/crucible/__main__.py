@@ -16,12 +16,13 @@ COMMANDS = {
     "train": "train under compile strategies, measured; with -m a sweep of several",
     "compare": "would torch.compile help? Train eager and two strategies on a task; or compare runs that are there",
     "report": "runs as one HTML page: verdict, break-even, pictures",
+    "check": "a gate for CI: is this branch worse than its base in breaks, recompiles, checks or the step?",
     "verify": "do the published figures hold on this machine?",
     "explain": "what does not compile, with its line and torch's own hints",
     "bisect": "the smallest module whose compiled results are not eager's",
     "doctor": "is this machine all right?",
 }
-PACKAGES = ("bisect", "doctor", "explain")
+PACKAGES = ("bisect", "check", "doctor", "explain")
 """Those whose script is a folder."""
 HELP = f"""\
 usage: crucible COMMAND ...
