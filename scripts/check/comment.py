@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from scripts.check import Measured, Place
 from scripts.check.judge import Judgement
@@ -14,6 +14,8 @@ from trainer.words import program
 
 KINDS = {"graph_break": "graph break", "recompile": "recompile"}
 FAILED, PASSED = "❌", "✅"
+MAX_NAMES = 3
+"""Of what is not clean for one reason."""
 MARK = "<!-- crucible check -->"
 """First line of the comment, by which a workflow may find it."""
 
@@ -49,8 +51,8 @@ def terminal(judgements: Sequence[Judgement], base: str | None, width: int) -> I
             if place.code:
                 yield f"    {place.code}"
             yield f"    {place.reason}"
-        for name, reason in each.new_not_clean.items():
-            yield f"  not clean: {name}: {reason}"
+        for names, reason in _by_reason(each.new_not_clean):
+            yield f"  not clean: {names}: {reason}"
         yield from (f"  did not finish: {reason}" for reason in each.this.failed)
         if each.new_places:
             yield f"  {shlex.join(program('scripts.explain'))} has the compiler's hints"
@@ -75,8 +77,8 @@ def markdown(judgements: Sequence[Judgement], base: str | None, command: str) ->
             lines += ["", f"**New {KINDS[place.kind]}** at `{_where(place)}`{_times(place)}", ""]
             lines += ["```python", place.code, "```"] if place.code else []
             lines.append(_quoted(place.reason))
-        for name, reason in each.new_not_clean.items():
-            lines += ["", f"**Not clean**: {_plain(name)}", "", _quoted(reason)]
+        for names, reason in _by_reason(each.new_not_clean):
+            lines += ["", f"**Not clean**: {_plain(names)}", "", _quoted(reason)]
         for reason in each.this.failed:
             lines += ["", "**Did not finish**", "", _quoted(reason)]
         lines += ["", *(f"- {_plain(note)}" for note in [*each.notes, *_origins(each)])]
@@ -95,6 +97,14 @@ def columns(judgement: Judgement, mark: str) -> Columns:
         **({"change": changes} if any(changes) else {}),
     }
     return kept(made)
+
+
+def _by_reason(found: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Names of what is not clean for one reason, which is often that of each copy of a block."""
+    for reason in dict.fromkeys(found.values()):
+        names = [name for name, why in found.items() if why == reason]
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        yield ", ".join(names[:MAX_NAMES]) + more, reason
 
 
 def _where(place: Place) -> str:

@@ -191,7 +191,8 @@ def _judge_checks(made: Judgement, base: Measured | None) -> None:
     known = {} if base is None else base.not_clean
     made.new_not_clean = {name: why for name, why in made.this.not_clean.items() if name not in known}
     if made.new_not_clean:
-        made.worse.append(f"checks are not clean: {', '.join(made.new_not_clean)}")
+        first, *more = made.new_not_clean
+        made.worse.append(f"checks are not clean: {first}{f' and {len(more)} more' if more else ''}")
 
 
 def _judge_count(made: Judgement, base: Measured | None, what: str, name: str) -> None:

@@ -35,6 +35,7 @@ class Cells:
         self.ran: list[PlannedCell] = []
         self.seconds: Callable[[PlannedCell], float] = lambda cell: 0.1 if "eager" in cell.title else 0.05
         self.events: list[Event] = []
+        self.changes: dict[str, Any] = {}
         self.broken: Callable[[PlannedCell], RunRecord | None] = lambda cell: None
         monkeypatch.setattr(launcher, "run_cell", self._run)
 
@@ -55,6 +56,8 @@ class Cells:
         made = record(
             arm, step_seconds=self.seconds(cell) * wobble, device="AMD EPYC", device_type="cpu", events=events
         )
+        for name, value in self.changes.items() if made.strategies else ():
+            setattr(made, name, value)
         cell.record, cell.exit_code = made, 0
 
 
@@ -119,6 +122,20 @@ def test_a_new_break_fails_with_its_line_in_the_comment(
     assert "**New graph break** at `/project/model.py:9 in forward`" in lines
     assert "> print is not traced" in lines
     assert capsys.readouterr().out.count("new graph break: /project/model.py:9 in forward") == 1
+
+
+def test_copies_of_a_block_that_do_not_compile_for_one_reason_are_one_line(
+    cells: Cells, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {f"net.blocks.{number}": "print is not traced (model.py:9)" for number in range(12)}
+    cells.changes = {"eager_parts": parts}
+    assert main(["task=micro"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "failed: checks are not clean: net.blocks.0 runs eager and 11 more"
+    names = ", ".join(f"net.blocks.{number} runs eager" for number in range(3))
+    assert [line for line in lines if line.startswith("  not clean: ")] == [
+        f"  not clean: {names} and 9 more: print is not traced (model.py:9)"
+    ]
 
 
 def test_a_step_that_looks_slower_is_looked_at_again(cells: Cells, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def test_what_runs_eager_or_differs_is_worse_unless_the_base_has_it() -> None:
     parts = {"net.head": "does not compile: print (model.py:7)"}
     this = arm(in_rounds(SPEED, eager_parts=parts, audits=audits))
     made = judged(this, steps(SPEED))
-    assert made.worse == ["checks are not clean: net.head runs eager, audits"]
+    assert made.worse == ["checks are not clean: net.head runs eager and 1 more"]
     assert made.new_not_clean == {"net.head runs eager": parts["net.head"], "audits": audits.reason}
     assert judged(this, None).worse == made.worse, "also without a base"
     assert judged(this, this).worse == []
