@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from strategies.compare import CONSTANTS, SINGLE, UNCALIBRATED, Difference, Tensors, beyond, compare
 from strategies.draws import InductorDraws
 from strategies.errors import is_compile_error, is_out_of_memory
-from strategies.region_state import Changed, RegionState, drew_random_numbers, random_state
+from strategies.region_state import Changed, Large, RegionState, drew_random_numbers, random_state
 from strategies.side_effects import refused_elsewhere
 from strategies.torch_patches import without_inductors_graphs
 
@@ -59,6 +59,8 @@ class Outcome:
     """What the compiled call raised where eager's did not: it does not compile."""
     skipped: str | None = None
     """Why nothing was compared."""
+    unseen: list[Large] = field(default_factory=list)
+    """What is too large to be copied, where nobody knows yet whether the forward writes to it: nothing has run."""
     how: str = ""
     """What the tolerance was made of: ``exact``, ``rounding``, ``draws`` (exact, by Inductor's random numbers) or
     ``seeds``."""
@@ -107,6 +109,7 @@ def check_call(
     draws_alike: bool = True,
     drew_as_inductor: bool | None = None,
     changed: list[Changed] | None = None,
+    left_alone: Collection[str] | None = None,
 ) -> Outcome:
     """Compare ``compiled``, called as ``module`` is, with the module's own call. The state afterwards is as before.
 
@@ -116,6 +119,8 @@ def check_call(
         multiple: See ``compare.MULTIPLES``.
         whole: Whether the compiler takes a forward as a whole or not at all (``fullgraph``).
         changed: What the compiler has seen the forward change elsewhere so far; what it sees is added.
+        left_alone: Names of what is too large to be copied and was left as it was by a forward of the training; None =
+            all.
         draws_alike: Whether compiled code draws eager's random numbers where its generators end in eager's state.
         drew_as_inductor: Whether eager that draws as Inductor has agreed with this code before, so that it has to; None
             = nobody knows.
@@ -125,6 +130,8 @@ def check_call(
     state = RegionState(module, (args, kwargs), changed)
     if state.cannot_restore:
         return Outcome(skipped=f"its forward may use up {', '.join([*dict.fromkeys(state.cannot_restore)][:3])}")
+    if left_alone is not None and any(one.name not in left_alone for one in state.large):
+        return Outcome(unseen=state.large)
     runs = _Runs(module, args, kwargs, state)
 
     def asked() -> Outcome:
@@ -142,6 +149,8 @@ def check_call(
             with _finite_weights(module), runs.altering(finite=True):
                 again = asked()
             outcome.differences, outcome.finite = [*outcome.differences, *again.differences], again.finite
+        if written := written_to(state.large):
+            return Outcome(skipped=written)
         return outcome
     except Exception as error:
         if not is_out_of_memory(error):
@@ -152,6 +161,12 @@ def check_call(
         torch.clear_autocast_cache()
         for pack, unpack in hooks:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def written_to(large: Iterable[Large]) -> str | None:
+    """Why a forward that has run since cannot run once more; None where it left all of it alone."""
+    names = [str(one) for one in large if one.changed()]
+    return f"its forward changes {', '.join(names[:3])}, too large to be copied" if names else None
 
 
 def _compared(

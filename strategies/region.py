@@ -27,10 +27,10 @@ from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from strategies.check import Outcome, check_call
+from strategies.check import Outcome, check_call, written_to
 from strategies.compare import MULTIPLES, SINGLE, Difference, autocast_unit
 from strategies.errors import is_compile_error, is_out_of_memory, one_line
-from strategies.region_state import Changed, RegionState
+from strategies.region_state import Changed, Large, RegionState
 
 MAX_CHECKED = 8
 """Signatures of one kind of region that are checked at their first call; further ones by audits."""
@@ -117,6 +117,8 @@ class Kind:
         """What is not eager's, where that is the reason."""
         self.changed: list[Changed] = []
         """What its forward changes elsewhere, as Dynamo has seen it."""
+        self.left_alone: set[str] = set()
+        """What its forward reaches, and has left as it was, of that which is too large to be copied."""
         self.owed: set[bool] = set()
         """Audits that are due whatever they cost: of a call with gradients, and of one without."""
         self._codes: dict[Any, types.FunctionType] = {}
@@ -218,6 +220,8 @@ class Region:
         """The same of compiled code."""
         self._unchecked: str | None = None
         """What eager raised on copies of the inputs."""
+        self._watched: list[Large] = []
+        """What is too large to be copied, and is looked at after the call under way."""
         self._layout: tuple[Any, ...] | None = None
         self._names: dict[int, str] | None = None
 
@@ -296,10 +300,15 @@ class Region:
         waits = checking.one_kind_a_step and checking.checked not in (None, kind)
         if checks and not waits and (audit or proof.looks == 0 or proof.is_suspected(self)):
             self._check(proof, args, kwargs, audit=audit)
+        watched, self._watched = self._watched, []
         result = self._eager(args, kwargs)
         if self._unchecked is not None:
             kind.fail(f"it cannot be checked, eager fails on copies of its inputs: {self._unchecked}")
             self._unchecked = None
+        if (written := written_to(watched)) is not None:  # by the training's own call: nothing has to be put back
+            kind.fail(cannot_check(written))
+        else:
+            kind.left_alone |= {one.name for one in watched}
         return result
 
     def _check(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any], *, audit: bool) -> None:
@@ -307,6 +316,7 @@ class Region:
         audit = audit or proof.looks > 1  # a second look at what an audit found
         began = checking.clock()
         checking.begin(self)
+        owed, due, must = set(kind.owed), proof.due, proof.must
         if audit and not proof.must:
             kind.owed.discard(proof.with_gradients)
         proof.due = proof.must = False
@@ -327,6 +337,7 @@ class Region:
                 draws_alike=draws_alike(self.arguments),
                 drew_as_inductor=proof.drew_as_inductor,
                 changed=kind.changed,
+                left_alone=kind.left_alone,
             )
         except Exception as error:  # eager's own error, which the step is about to raise itself, or one of copies alone
             self._unchecked = one_line(error)
@@ -334,12 +345,15 @@ class Region:
         finally:
             self._inside = False
         again, wrong = bool(proof.suspected), outcome.wrong
-        proof.looks += 1
-        if outcome.error is not None:
+        proof.looks += not outcome.unseen
+        if outcome.unseen:  # this call shows whether the next one can be checked
+            self._watched = outcome.unseen
+            kind.owed, proof.due, proof.must = owed, due, must
+        elif outcome.error is not None:
             kind.fail(one_line(outcome.error), outcome.error)
         elif outcome.skipped is not None:
             # Proven, or eager: what cannot be looked at is not taken for granted.
-            kind.fail(f"it cannot be checked, {outcome.skipped}; parity=off compiles it unchecked")
+            kind.fail(cannot_check(outcome.skipped))
         elif wrong and again:
             kind.fail(f"it is not eager's: {'; '.join(map(str, wrong[:2]))}", differs=wrong)
         elif wrong:
@@ -542,6 +556,10 @@ def draws_alike(arguments: dict[str, Any]) -> bool:
     options = arguments.get("options") or {}
     asked = options.get("fallback_random") or options.get("align_random_eager")
     return arguments.get("backend", "inductor") != "inductor" or bool(asked)
+
+
+def cannot_check(reason: str) -> str:
+    return f"it cannot be checked, {reason}; parity=off compiles it unchecked"
 
 
 DOUBLE_BACKWARD = (

@@ -3,6 +3,10 @@
 Compiled code holds on to tensors by identity, so that nothing is replaced that can be filled. Objects are followed
 however deep they lie: attributes of the modules, closures, globals that their methods name, what hooks hold, and the
 arguments of the call (a cache of keys and values). What is used up by looking, such as an iterator, cannot be put back.
+
+What lies outside of the region's own modules is copied within bounds. Of a container or a graph of objects beyond them
+the compiler says what changes, as of what nobody can copy. An array or tensor beyond them is looked at before and after
+the forward instead: see ``Large``.
 """
 
 from __future__ import annotations
@@ -45,6 +49,16 @@ _SKIPPED = {*vars(nn.Module()), "_compiled_call_impl"} - {
     *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
 }
 """Attributes of torch's base class that a forward does not change."""
+MOST_OBJECTS = 20_000
+"""Objects that are followed, beside those that a region's modules consist of."""
+_OF_A_MODULE = 16
+"""Objects that each module consists of: itself and its dictionaries."""
+MOST_BYTES = 256 << 20
+"""Of arrays, tensors, texts and containers that are copied, beside the region's own weights and buffers."""
+_OF_AN_ENTRY = 64
+"""Bytes that an entry of a container counts for: it is looked at again after each run."""
+_BLOCK = 1024
+"""Words of eight bytes that one number of a ``Large`` stands for."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _NOT_LOOKED_INTO = (Dataset, DataLoader, Sampler, numpy.memmap, torch.optim.Optimizer)
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -64,6 +78,7 @@ _CONTAINERS: tuple[type, ...] = (
     type(os.environ),
     numpy.ndarray,
 )
+_COUNTED = (dict, list, deque, set, tuple)
 _BYTES: tuple[type, ...] = (bytearray, array.array, memoryview, io.StringIO, io.BytesIO)
 _CLOSED: tuple[type, ...] = (
     *(queue.Queue, queue.SimpleQueue, sqlite3.Connection, sqlite3.Cursor, io.IOBase, mmap.mmap, threading.local),
@@ -79,6 +94,24 @@ Held = tuple[Any, str]
 """An object, and where it was found in words that a user finds again: ``self.sampler.stream``."""
 
 
+@dataclasses.dataclass(slots=True)
+class Large:
+    """An array or a tensor that is too large to be copied, and what it held: sums of its bytes, block by block."""
+
+    name: str
+    value: Tensor | numpy.ndarray[Any, Any]
+    sums: Tensor
+    last: bytes
+
+    def __str__(self) -> str:
+        return f"{self.name} ({_shown(self.value.nbytes)})"
+
+    def changed(self) -> bool:
+        """Whether it holds something else now. What only changes places within one block is not seen."""
+        now = _large(self.name, self.value)
+        return now is None or not torch.equal(now.sums, self.sums) or now.last != self.last
+
+
 class RegionState:
     """Taken when it is made: buffers, training flags, attributes of ``module`` and its submodules, what its hooks and
     methods hold outside of it, and the random state of the process. ``arguments`` are those of the call: objects
@@ -87,6 +120,7 @@ class RegionState:
 
     def __init__(self, module: nn.Module, arguments: Any = (), changed: list[Changed] | None = None) -> None:
         self._found: dict[int, Any] = {}
+        self._too_large: dict[int, Any] = {}
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._put_back: list[PutBack] = []
         self._watched: list[Held] = []
@@ -96,18 +130,22 @@ class RegionState:
         """What a forward may use up and nobody can put back, in words."""
         self.may_change: list[str] = []
         """What a forward may change and nobody can put back, in words: no matter where the compiler sees all of it."""
+        self.large: list[Large] = []
+        """What is not copied, and has to be looked at after a forward."""
+        modules, buffers = list(module.modules()), list(module.buffers())
+        self._objects_left = MOST_OBJECTS + _OF_A_MODULE * len(modules)
+        self._bytes_left = MOST_BYTES
+        self._buffers = {id(one) for one in buffers}
         self._parameters = {id(one) for one in module.parameters()}
         self._weights: list[tuple[Tensor, Tensor, Tensor]] = []
         with contextlib.suppress(torch.OutOfMemoryError):  # few forwards write to weights
             self._weights = [(one, one.data, one.detach().clone()) for one in module.parameters() if not is_lazy(one)]
         self._keep(module, "self")
-        scripts = [one for one in module.modules() if isinstance(one, torch.jit.ScriptModule)]  # tensors lie in C++
+        scripts = [one for one in modules if isinstance(one, torch.jit.ScriptModule)]  # tensors lie in C++
         self._keep([buffer for script in scripts for buffer in script.buffers(recurse=False)], "TorchScript")
-        hooks = {
-            id(hook): hook for part in module.modules() for name in _HOOKS for hook in getattr(part, name).values()
-        }
+        hooks = {id(hook): hook for part in modules for name in _HOOKS for hook in getattr(part, name).values()}
         self._keep(list(hooks.values()), "a hook")
-        for owner, name, value in itertools.chain.from_iterable(map(_outside_of, {type(m) for m in module.modules()})):
+        for owner, name, value in itertools.chain.from_iterable(map(_outside_of, {type(m) for m in modules})):
             if (held := self._keep_bound(owner, name, value)) is not None:
                 watched = len(self._watched)
                 self._keep(*held)
@@ -155,9 +193,9 @@ class RegionState:
             for name in names:
                 self._put_back.append(_name_restorer(value, name))
             return bool(names)
-        watched = len(self._watched)
-        self._keep(value, "")
-        del self._watched[watched:]
+        watched, may_change = len(self._watched), len(self.may_change)
+        self._keep(value, "", however_large=True)
+        del self._watched[watched:], self.may_change[may_change:]  # the compiler says what else changes
         if id(value) not in self._restored and names and not isinstance(value, _CLOSED):
             self._put_back.append(_attributes_restorer(value, _attributes(value)))  # an object of a library
             self._restored.add(id(value))
@@ -184,8 +222,9 @@ class RegionState:
         self._bound.add((0 if isinstance(owner, dict) else id(owner), name))
         return (value, name) if _deep(value) else None
 
-    def _keep(self, value: Any, name: str) -> None:
-        """Remember the contents of ``value``, which ``name`` calls, and of all that is inside it."""
+    def _keep(self, value: Any, name: str, *, however_large: bool = False) -> None:
+        """Remember the contents of ``value``, which ``name`` calls, and of all that is inside it. ``however_large``:
+        ``value`` itself is copied in any case."""
         waiting = deque([(value, name)] if _deep(value) else [])
         while waiting:  # so that a container comes back before what is put into it
             value, name = waiting.popleft()
@@ -195,31 +234,115 @@ class RegionState:
                     continue
                 if is_lazy(value):
                     self.cannot_restore.append(f"{name}, a buffer without a shape")
-                elif id(value) not in self._tensors:
+                elif id(value) not in self._tensors and (
+                    id(value) in self._buffers or however_large or self._takes(value, name)
+                ):
                     self._tensors[id(value)] = value, value.detach().clone()
             elif _is_iterator(value):
                 self.cannot_restore.append(f"{name} ({type(value).__name__})")
             elif isinstance(value, _CLOSED):
                 self.may_change.append(f"{name} ({type(value).__name__})")
-            elif id(value) not in self._found:
+            elif id(value) not in self._found and (however_large or self._takes(value, name)):
                 self._found[id(value)] = value
                 put_back, inside = _opened(value, name, of_arguments=self._of_arguments)
                 if isinstance(value, types.FunctionType) and not _is_library(value.__module__):
                     for function in _called_by([value]):
                         owned = itertools.starmap(self._keep_bound, _bound_by(function))
-                        inside += [held for held in owned if held is not None]
+                        inside = itertools.chain(inside, [held for held in owned if held is not None])
                 if put_back is not None:
                     self._put_back.append(put_back)
                     self._restored.add(id(value))
                     if not isinstance(value, (numpy.ndarray, contextvars.ContextVar, *_RANDOM)):
                         self._watched.append((value, name))
-                waiting.extend(inside)
+                waiting.extend(itertools.islice(inside, max(self._objects_left, 0) + 1))
+            however_large = False
+
+    def _takes(self, value: Any, name: str) -> bool:
+        """Whether ``value`` is within the bounds; else it is noted."""
+        size = _size(value)
+        if self._objects_left > 0 and size <= self._bytes_left:
+            self._objects_left -= 1
+            self._bytes_left -= size
+            return True
+        if size > self._bytes_left:
+            if id(value) not in self._too_large:
+                self._too_large[id(value)] = value
+                self._note_large(value, name, size)
+        elif self._objects_left == 0:  # once
+            self._objects_left = -1
+            self.may_change.append(f"{name} (one of more than {MOST_OBJECTS:,} objects)")
+        return False
+
+    def _note_large(self, value: Any, name: str, size: int) -> None:
+        if not isinstance(value, Tensor | numpy.ndarray):
+            what = f"{size // _OF_AN_ENTRY:,} entries" if isinstance(value, _COUNTED) else _shown(size)
+            self.may_change.append(f"{name} ({type(value).__name__}, {what})")
+        elif (large := _large(name, value)) is not None:
+            self.large.append(large)
+        else:
+            self.cannot_restore.append(f"{name} ({type(value).__name__}, {_shown(size)}), too large to be copied")
+
+
+# ---- how large things are --------------------------------------------------------------------------------------------
+
+
+def _size(value: Any) -> int:
+    """Bytes that a copy of ``value`` takes, without what it refers to."""
+    if isinstance(value, _COUNTED):
+        return _OF_AN_ENTRY * next(kind for kind in _COUNTED if isinstance(value, kind)).__len__(value)
+    if isinstance(value, numpy.ndarray):
+        return value.nbytes if _may_be_written(value) else 0
+    if isinstance(value, Tensor):
+        return value.nbytes if value.layout is torch.strided else 0
+    if isinstance(value, memoryview):
+        return value.nbytes
+    if isinstance(value, bytearray | array.array):
+        return len(value) * getattr(value, "itemsize", 1)
+    if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:
+        place = value.tell()
+        end = value.seek(0, io.SEEK_END)
+        value.seek(place)
+        return end
+    return 0
+
+
+def _may_be_written(value: numpy.ndarray[Any, Any]) -> bool:
+    """Whether it is no read-only array, nor a part of a file, which is never copied."""
+    base: Any = value
+    while isinstance(base, numpy.ndarray):
+        if isinstance(base, numpy.memmap):
+            return False
+        base = base.base
+    return value.flags.writeable and not isinstance(base, mmap.mmap)
+
+
+@torch.no_grad()
+def _large(name: str, value: Tensor | numpy.ndarray[Any, Any]) -> Large | None:
+    """What ``value`` holds now, without a copy of it; None where its bytes cannot be read in one piece."""
+    if isinstance(value, numpy.ndarray):
+        owner = value
+        while isinstance(owner.base, numpy.ndarray):
+            owner = owner.base
+        if owner.dtype.hasobject or not owner.flags.forc:
+            return None
+        flat = torch.from_numpy(owner.reshape(-1, order="A").view(numpy.uint8))
+    elif type(value) in (Tensor, nn.Buffer) and value.layout is torch.strided:
+        flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+    else:
+        return None
+    whole = len(flat) // (8 * _BLOCK) * 8 * _BLOCK
+    sums = flat[:whole].view(torch.int64).view(-1, _BLOCK).sum(1)
+    return Large(name, value, sums, flat[whole:].cpu().numpy().tobytes())
+
+
+def _shown(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 # ---- what objects hold, and how each kind of them is put back --------------------------------------------------------
 
 
-def _opened(value: Any, name: str, *, of_arguments: bool) -> tuple[PutBack | None, list[Held]]:
+def _opened(value: Any, name: str, *, of_arguments: bool) -> tuple[PutBack | None, Iterable[Held]]:
     """What puts the object itself back to what it is now, if it can change, and what it holds, which is put back on its
     own."""
     put_back: PutBack | None
@@ -232,7 +355,7 @@ def _opened(value: Any, name: str, *, of_arguments: bool) -> tuple[PutBack | Non
         return _entries_restorer(value), _items(value, name)
     if isinstance(value, list | deque | set | tuple):
         put_back = None if isinstance(value, tuple) else _entries_restorer(value)
-        return put_back, [(one, name) for one in value if _deep(one)]
+        return put_back, ((one, name) for one in _entries(value) if _deep(one))
     if isinstance(value, contextvars.ContextVar):
         try:
             held = value.get()
@@ -245,11 +368,11 @@ def _opened(value: Any, name: str, *, of_arguments: bool) -> tuple[PutBack | Non
         environment = dict(value)
         return partial(_put_back_environment, value, environment), []
     if isinstance(value, numpy.ndarray):
-        return partial(numpy.copyto, value, value.copy()), []
+        return (partial(numpy.copyto, value, value.copy()) if _may_be_written(value) else None), []
     if isinstance(value, partial | types.MethodType | types.FunctionType):
         return None, [(one, name) for one in _bound(value) if _deep(one)]
     attributes = _attributes(value)
-    inside = _items(attributes, name)
+    inside: Iterable[Held] = _items(attributes, name)
     if isinstance(value, _RANDOM):
         put_back = _generator_restorer(value)
     elif (
@@ -263,14 +386,17 @@ def _opened(value: Any, name: str, *, of_arguments: bool) -> tuple[PutBack | Non
     return put_back, inside
 
 
-def _items(items: Mapping[Any, Any], name: str) -> list[Held]:
+def _entries(container: Any) -> tuple[Any, ...]:
+    """What a list, a deque, a set or a tuple holds, not by an iterator of a subclass: that may have no end."""
+    kind = next((kind for kind in (list, deque, set, tuple) if isinstance(container, kind)), None)
+    return tuple(container if kind is None else kind.__iter__(container))
+
+
+def _items(items: dict[Any, Any], name: str) -> Iterator[Held]:
     name = name.removesuffix("._modules")
-    return [
-        # A tensor as a key would be fetched and printed.
-        (one, f"{name}.{key}" if isinstance(key, str | int) else name)
-        for key, one in items.items()
-        if _deep(one)
-    ]
+    for key, one in dict.items(items):  # a subclass may load what it holds
+        if _deep(one):  # a tensor as a key would be fetched and printed
+            yield one, f"{name}.{key}" if isinstance(key, str | int) else name
 
 
 def _outside_of(cls: type) -> Iterator[tuple[Any, str, Any]]:
@@ -439,10 +565,11 @@ def _attributes_restorer(value: Any, before: dict[str, Any]) -> PutBack:
 def entries_of(container: Any) -> Any:
     """What a container holds, to compare and to put back later."""
     if isinstance(container, dict):  # not by methods that a subclass may have replaced
-        return (*dict.keys(container), *dict.values(container))
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict  # whose order is its own
+        return (*kind.keys(container), *kind.values(container))
     if isinstance(container, Mapping):
         return (*container.keys(), *container.values())
-    return frozenset(container) if isinstance(container, set) else tuple(container)
+    return frozenset(_entries(container)) if isinstance(container, set) else _entries(container)
 
 
 def _entries_restorer(value: Any) -> PutBack:
@@ -460,8 +587,9 @@ def _entries_restorer(value: Any) -> PutBack:
             for key, one in zip(before[:half], before[half:], strict=True):
                 plain.__setitem__(value, key, one)
         else:
-            value.clear()
-            (value.update if isinstance(value, set) else value.extend)(before)
+            kind = next(kind for kind in (list, deque, set) if isinstance(value, kind))
+            kind.clear(value)
+            (set.update if kind is set else kind.extend)(value, before)
 
     return put_back
 

@@ -277,6 +277,9 @@ class Checks(StepHook):
     def _report(self, check: Check) -> None:
         if self._telemetry.phase.startswith("checking "):
             self._telemetry.phase = "training"
+        if check.outcome.unseen:
+            self._telemetry.disturb()
+            return
         if not check.audit:
             self._telemetry.disturb()
             self._first.append(check)
