@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from strategies.loop import Loop
     from strategies.padding import Padding
     from strategies.region import Checking, Kind, Region
-    from strategies.regions import Recomputed
+    from strategies.regions import Found, Recomputed
 
 
 def holds(outer: str, path: str) -> bool:
@@ -127,6 +127,8 @@ class Program:
     """Filled by strategies: what was handed to the compiler; none lies in another."""
     kinds: dict[Any, Kind] = field(default_factory=dict)
     """Regions of one class that are compiled alike."""
+    found: Found | None = None
+    """Filled by a strategy that was not told what to compile: until it is known whether that is called at all."""
     checking: Checking = field(default_factory=_checking)
     """How regions are compared with eager."""
     recomputed: list[Recomputed] = field(default_factory=list)

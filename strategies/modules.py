@@ -25,14 +25,16 @@ CANDIDATES = ("regional", "whole", "cuda_graph")
 def _compile_children(program: Program, request: ModuleOptions) -> list[str]:
     """Hand each child of the module that owns parameters to the compiler; returns their paths. Where there is none, the
     strategy runs eager."""
-    from strategies.regions import called_for, compile_regions
+    from strategies.regions import Found, called_for, compile_regions
 
     paths = [path for path, child in program.module.named_children() if any(True for _ in child.parameters())]
     if not paths:
         program.given_up[request.name] = "the module has no child with parameters to compile"
         program.notes.append(f"{request.name}: {program.given_up[request.name]}; it runs eager")
-    for path in called_for(program.module, paths):
+    compiled = called_for(program.module, paths)
+    for path in compiled:
         compile_regions(program, request, [path], small=False)
+    program.found = Found(request, tuple(compiled), small=False)
     return paths
 
 
@@ -67,8 +69,9 @@ class Regional(ModuleOptions):
     """Compile repeated blocks in place so that copies share one compiled graph, and separable parts beside them.
 
     Far shorter compiles than ``whole`` at nearly its speed, as long as the head with the loss is one of the parts.
-    Where nothing repeats and nothing is named, the module's children are compiled as by ``whole``. The idea of sharing
-    is the "regional compilation" recipe of the PyTorch tutorials.
+    Where nothing repeats and nothing is named, the module's children are compiled as by ``whole``; where what was found
+    is never called, the outermost modules that the second step calls in its place. The idea of sharing is the
+    "regional compilation" recipe of the PyTorch tutorials.
     """
 
     name: ClassVar[str] = "regional"
@@ -95,7 +98,7 @@ class Regional(ModuleOptions):
         return blocks, parts
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import compile_regions
+        from strategies.regions import Found, compile_regions
 
         try:
             blocks, parts = self.paths(program)
@@ -114,6 +117,8 @@ class Regional(ModuleOptions):
                 "compile.regional.parts"
             )
         compile_regions(program, self, list(dict.fromkeys([*blocks, *parts])), small=True)
+        if self.blocks is None and not program.blocks:
+            program.found = Found(self, tuple(blocks), small=True)
 
 
 @dataclass(kw_only=True, slots=True)

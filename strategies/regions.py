@@ -8,17 +8,19 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from strategies.base import CannotCapture, Program, holds
-from strategies.options import ModuleRequest, near
-from strategies.region import Kind, Region, State
+from strategies.options import ModuleOptions, ModuleRequest, near
+from strategies.region import Kind, Region, State, plain
 
 RECOMPILE_LIMIT = 64
 """Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
@@ -170,6 +172,80 @@ def containers_for(program: Program, name: str, blocks: Sequence[str] | None = N
                 program.notes.append(f"{name}: found repeated blocks in {', '.join(blocks)}")
     require_submodules(program.module, f"compile.{name}.blocks", blocks)
     return list(blocks)
+
+
+# ---- what is called --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Modules that a strategy has chosen by itself, from how the module is built and not from how it is called."""
+
+    request: ModuleOptions
+    paths: tuple[str, ...]
+    small: bool
+    """As in ``compile_regions``."""
+
+
+class CalledModules(contextlib.ExitStack):
+    """Inside, notes which submodules of ``program.module`` with parameters are called; regions run as written."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._regions = program.regions
+        modules = program.module.named_modules()
+        self._paths = {one: path for path, one in modules if path and any(True for _ in one.parameters())}
+        self._under_way: list[nn.Module] = []
+        self._outermost: dict[str, None] = {}
+        self.paths: set[str] = set()
+
+    def __enter__(self) -> CalledModules:
+        self.enter_context(plain(self._regions))
+        hooks = (
+            register_module_forward_pre_hook(self._begins),
+            register_module_forward_hook(self._ends, always_call=True),
+        )
+        for hook in hooks:
+            self.callback(hook.remove)
+        return self
+
+    def _begins(self, module: nn.Module, _: Any) -> None:
+        if module in self._paths:
+            self.paths.add(self._paths[module])
+            if not self._under_way:
+                self._outermost[self._paths[module]] = None
+            self._under_way.append(module)
+
+    def _ends(self, module: nn.Module, *_: Any) -> None:
+        if self._under_way and self._under_way[-1] is module:
+            self._under_way.pop()
+
+    @property
+    def outermost(self) -> list[str]:
+        """Those that no other one called; what a backward computes again was called by its module before."""
+        others = self._outermost.keys()
+        return [path for path in others if not any(holds(other, path) for other in others if other != path)]
+
+
+def instead_of(program: Program, found: Sequence[str], called: CalledModules) -> tuple[list[str], list[str]]:
+    """Of ``found`` those that are never called, and what is called in their place: the outermost module around them, or
+    those within, without bare layers where others are there. Where there is neither, or where the one around them holds
+    a region that is called, they stay."""
+    gone: list[str] = []
+    taken: dict[str, None] = {}
+    outermost, regions = called.outermost, [one.path for one in program.regions if one.path in called.paths]
+    for path in found:
+        if path in called.paths:
+            continue
+        around = [one for one in outermost if holds(one, path)]
+        within = [one for one in outermost if holds(path, one)]
+        if any(holds(one, other) for one in around for other in regions):
+            continue
+        if around or within:
+            gone.append(path)
+            taken |= dict.fromkeys(around or within)
+    larger = [path for path in taken if any(True for _ in program.module.get_submodule(path).children())]
+    return gone, larger or list(taken)
 
 
 # ---- blocks that compute their activations again --------------------------------------------------------------------

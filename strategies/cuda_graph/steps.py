@@ -402,6 +402,8 @@ class _Parts(CompiledParts):
         self._optimizer_was_ready = True
 
     def ready(self) -> bool:
+        if self._program.found is not None:
+            return False
         regions = (one for one in self._program.regions if one.called)
         return self._optimizer_is_ready() and all(one.state in ("compiled", "failed") for one in regions)
 

@@ -256,7 +256,8 @@ class Chooser(StepHook):
     def _settles(self) -> bool:
         """Whether something is still being prepared."""
         step = self._program.step
-        busy = any(region.called and region.state == "checking" for region in self._program.regions)
+        busy = self._program.found is not None
+        busy |= any(region.called and region.state == "checking" for region in self._program.regions)
         busy |= self._on.captured and step is not None and not (step.settled and step.replays)
         return busy or not all(one.steady for one in self._steps[-QUIET_STEPS:])
 

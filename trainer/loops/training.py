@@ -220,6 +220,7 @@ class CompiledTraining:
         if not self.strategies:
             return []
         from strategies.cuda_graph.steps import StepCapture
+        from trainer.guards.called import FirstCalls
         from trainer.guards.checks import Checks
         from trainer.guards.recompiles import RecompileGuard
         from trainer.guards.timing import Timing
@@ -235,7 +236,8 @@ class CompiledTraining:
         padding = program.padding
         if padding is not None and padding.warm and padding.edges:
             self._recompiles = RecompileGuard(padding, program, loop, self.telemetry.compiler, words=self._words)
-        hooks = (self._chooser, self._recompiles, checks, timing, capture)
+        calls = FirstCalls(loop, program, self.telemetry, self.record)
+        hooks = (self._chooser, self._recompiles, calls, checks, timing, capture)
         self._checks, self._capture = checks, capture
         return [one for one in hooks if one is not None]
 
@@ -255,7 +257,7 @@ class CompiledTraining:
         for strategy in program.strategies:
             if strategy.stage is Stage.MODULE and strategy.chooser is None:
                 self._set_aside[id(strategy)] = program.regions[:], program.kinds
-        program.regions, program.kinds = [], {}
+        program.regions, program.kinds, program.found = [], {}, None
         others = [one for one in self.strategies if one.chooser is None]
         program.strategies = tuple(ordered([*others, *strategies]))
         program.given_up.pop("step", None)
