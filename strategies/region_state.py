@@ -57,8 +57,8 @@ MOST_BYTES = 256 << 20
 """Of arrays, tensors, texts and containers that are copied, beside the region's own weights and buffers."""
 _OF_AN_ENTRY = 64
 """Bytes that an entry of a container counts for: it is looked at again after each run."""
-_BLOCK = 1024
-"""Words of eight bytes that one number of a ``Large`` stands for."""
+_ROW, _AT_ONCE = 1024, 4096
+"""Words of eight bytes that one number of a ``Large`` stands for, and how many of these a GPU makes together."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _NOT_LOOKED_INTO = (Dataset, DataLoader, Sampler, numpy.memmap, torch.optim.Optimizer)
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -96,7 +96,7 @@ Held = tuple[Any, str]
 
 @dataclasses.dataclass(slots=True)
 class Large:
-    """An array or a tensor that is too large to be copied, and what it held: sums of its bytes, block by block."""
+    """An array or a tensor that is too large to be copied, and what it held: weighted sums of its words."""
 
     name: str
     value: Tensor | numpy.ndarray[Any, Any]
@@ -107,7 +107,7 @@ class Large:
         return f"{self.name} ({_shown(self.value.nbytes)})"
 
     def changed(self) -> bool:
-        """Whether it holds something else now. What only changes places within one block is not seen."""
+        """Whether it holds something else now."""
         now = _large(self.name, self.value)
         return now is None or not torch.equal(now.sums, self.sums) or now.last != self.last
 
@@ -289,7 +289,8 @@ class RegionState:
 def _size(value: Any) -> int:
     """Bytes that a copy of ``value`` takes, without what it refers to."""
     if isinstance(value, _COUNTED):
-        return _OF_AN_ENTRY * next(kind for kind in _COUNTED if isinstance(value, kind)).__len__(value)
+        kind: Any = next(kind for kind in _COUNTED if isinstance(value, kind))
+        return _OF_AN_ENTRY * int(kind.__len__(value))  # not by a method that a subclass may have replaced
     if isinstance(value, numpy.ndarray):
         return value.nbytes if _may_be_written(value) else 0
     if isinstance(value, Tensor):
@@ -330,8 +331,13 @@ def _large(name: str, value: Tensor | numpy.ndarray[Any, Any]) -> Large | None:
         flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
     else:
         return None
-    whole = len(flat) // (8 * _BLOCK) * 8 * _BLOCK
-    sums = flat[:whole].view(torch.int64).view(-1, _BLOCK).sum(1)
+    whole = len(flat) // (8 * _ROW) * 8 * _ROW
+    rows = flat[:whole].view(torch.int64).view(-1, _ROW)
+    weights = torch.arange(1, 2 * _ROW, 2, device=flat.device)  # what only changes places shows as well
+    if flat.device.type == "cpu":
+        sums = rows.mv(weights)
+    else:  # which multiply no matrices of integers
+        sums = torch.cat([(one * weights).sum(1) for one in rows.split(_AT_ONCE)])
     return Large(name, value, sums, flat[whole:].cpu().numpy().tobytes())
 
 
@@ -587,7 +593,7 @@ def _entries_restorer(value: Any) -> PutBack:
             for key, one in zip(before[:half], before[half:], strict=True):
                 plain.__setitem__(value, key, one)
         else:
-            kind = next(kind for kind in (list, deque, set) if isinstance(value, kind))
+            kind: Any = next(kind for kind in (list, deque, set) if isinstance(value, kind))
             kind.clear(value)
             (set.update if kind is set else kind.extend)(value, before)
 

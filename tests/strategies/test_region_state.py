@@ -215,7 +215,10 @@ def test_a_number_that_changes_in_a_large_array_is_seen(place: int, monkeypatch:
     by_name = {one.name: one for one in RegionState(Reads()).large}
     assert list(by_name) == ["TABLE.numpy", "TABLE.torch"]
     TABLE["numpy"][place] = 1e-30
+    moved = next(one for one in RegionState(Reads()).large if one.name == "TABLE.numpy")
     assert by_name["TABLE.numpy"].changed()
+    TABLE["numpy"][place], TABLE["numpy"][place - 2] = 0, 1e-30
+    assert moved.changed()
     assert not by_name["TABLE.torch"].changed()
     TABLE["torch"].t().view(-1)[place] = 1e-30
     assert by_name["TABLE.torch"].changed()
