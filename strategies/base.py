@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from strategies.cuda_graph.capture import StepGraphs
+    from strategies.cuda_graph.network import NetworkGraphs
     from strategies.loop import Loop
     from strategies.padding import Padding
     from strategies.region import Checking, Kind, Region
@@ -123,6 +124,8 @@ class Program:
     """Filled by a strategy of the SHAPES stage: how batches are grouped and padded, and regions compiled for them."""
     step: StepGraphs | None = None
     """Filled by a strategy of the STEP stage: runs whole training steps."""
+    network: NetworkGraphs | None = None
+    """Filled by a strategy of the STEP stage: replays the modules that a step calls where the step runs in Python."""
     regions: list[Region] = field(default_factory=list)
     """Filled by strategies: what was handed to the compiler; none lies in another."""
     kinds: dict[Any, Kind] = field(default_factory=dict)
@@ -154,10 +157,14 @@ class Program:
         """A step or an evaluation begins, or is over: outside of it modules are what their authors wrote."""
         if active:
             self.checking.step_begins()
+        if self.network is not None and not active:  # it stands around regions
+            self.network.activate(False)
         for block in self.recomputed:
             block.activate(active)
         for region in self.regions:
             region.activate(active)
+        if self.network is not None and active:
+            self.network.activate(True)
 
     @property
     def eager_parts(self) -> dict[str, str]:
@@ -176,6 +183,24 @@ class Program:
         return self.step is not None and not self.step.given_up
 
     @property
+    def captures(self) -> bool:
+        """Whether whole steps, or modules that they call, are or will be captured."""
+        return self.captures_steps or (self.network is not None and self.network.alive)
+
+    @property
+    def capture_settled(self) -> bool:
+        """Whether nothing that the last step called waits for a graph."""
+        step, network = self.step, self.network
+        settled = step is None or step.given_up or step.settled
+        return settled and (network is None or not network.wanted or network.settled)
+
+    @property
+    def replays(self) -> int:
+        """Steps and calls of modules that were replayed so far."""
+        steps = 0 if self.step is None else self.step.replays
+        return steps + (0 if self.network is None else self.network.replays)
+
+    @property
     def ended_in_eager(self) -> bool | None:
         """Whether nothing is left that is compiled or captured; None where nothing was to be."""
         others, parts = bool(self.compiled_beside_regions), self.eager_parts
@@ -183,6 +208,7 @@ class Program:
             return None if not self.regions and not others else False
         regions = any(region.path not in parts for region in self.regions)
         captured = self.step is not None and not self.step.given_up and self.step.captures > 0
+        captured |= self.network is not None and bool(self.network.captured)
         return not (regions or captured or others)
 
     @property
@@ -329,6 +355,8 @@ def eager(program: Program) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain(program.regions))
         stack.enter_context(as_capturing(False))
+        if program.network is not None:
+            stack.enter_context(program.network.within(False))
         for optimizer, own in program.own_steps:
             stack.callback(_bind, optimizer, "step", vars(optimizer).get("step"))
             _bind(optimizer, "step", own["step"])

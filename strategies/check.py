@@ -63,7 +63,7 @@ class Outcome:
     """What is too large to be copied, where nobody knows yet whether the forward writes to it: nothing has run."""
     how: str = ""
     """What the tolerance was made of: ``exact``, ``rounding``, ``draws`` (exact, by Inductor's random numbers) or
-    ``seeds``."""
+    ``seeds``; ``equal`` where none was needed."""
     reached: list[frozenset[str]] = field(default_factory=list)
     """For each tensor among the outputs, the names of parameters that its gradient reaches."""
     finite: bool = True
@@ -167,6 +167,60 @@ def written_to(large: Iterable[Large]) -> str | None:
     """Why a forward that has run since cannot run once more; None where it left all of it alone."""
     names = [str(one) for one in large if one.changed()]
     return f"its forward changes {', '.join(names[:3])}, too large to be copied" if names else None
+
+
+def same_call(
+    module: nn.Module,
+    call: Callable[..., Any],
+    other: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    unit: float = SINGLE,
+    multiple: float = 6.0,
+) -> Outcome:
+    """Compare ``other`` with ``call``, two ways to run the same kernels on ``module``'s inputs, as ``check_call`` does.
+
+    Random numbers are the same. Where results are not equal to the last bit, the tolerance comes from ``call`` with
+    weights and inputs one rounding off.
+    """
+    state = RegionState(module, (args, kwargs))
+    if state.cannot_restore:
+        return Outcome(skipped=f"its forward may use up {', '.join([*dict.fromkeys(state.cannot_restore)][:3])}")
+    runs = _Runs(module, args, kwargs, state)
+    hooks = _take_saved_tensors_hooks()
+    torch.clear_autocast_cache()
+    try:
+        expected, seen = runs.run(call), runs.run(other)
+        outcome = Outcome(reached=expected.reached, finite=expected.finite, how="equal")
+        if not _equal(expected, seen):
+            exact, outcome.how = runs.rounded(unit, call=call)
+            found = _differences(expected, seen, exact, unit, multiple)
+            outcome.differences = runs.by_more_noise(found, expected, seen, unit, multiple, call=call)
+        return outcome
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return Outcome(skipped="there is too little memory to run it twice")
+    finally:
+        state.restore()
+        torch.clear_autocast_cache()
+        for pack, unpack in hooks:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _equal(first: _Run, second: _Run) -> bool:
+    """Whether two runs left the same, to the last bit; NaN is equal to NaN."""
+    alike = len(first.plain) == len(second.plain) and all(map(_alike, first.plain, second.plain))
+    alike &= first.left == second.left
+    flags: list[Tensor] = []
+    for name in KINDS.values():
+        left, right = getattr(first, name), getattr(second, name)
+        if not alike or left.keys() != right.keys() or any(left[key].shape != right[key].shape for key in left):
+            return False
+        pairs = [(left[key], right[key]) for key in left]
+        flags += [((one == two) | ((one != one) & (two != two))).all() for one, two in pairs]
+    return not flags or bool(torch.stack([one.to(flags[0].device) for one in flags]).all())
 
 
 def _compared(
@@ -371,7 +425,7 @@ class _Runs:
             drawn = torch.randn(one.shape, generator=generators[one.device], device=one.device)
             weights.append((drawn if one.dim() else torch.full_like(drawn, self._of_loss)).to(one.dtype))
         every = [*wanted.values(), *of_inputs.values()]
-        with _without_hooks(self.module):
+        with without_hooks(self.module):
             found = torch.autograd.grad(list(roots.values()), every, weights, allow_unused=True)
         named = dict(zip([*wanted, *of_inputs], found, strict=True))
         return (
@@ -403,14 +457,21 @@ class _Runs:
             return self.rounded(unit, drawn)
 
     def rounded(
-        self, unit: float, drawn: list[Tensor] | None = None, seed: int | None = None, *, number: int = 0
+        self,
+        unit: float,
+        drawn: list[Tensor] | None = None,
+        seed: int | None = None,
+        *,
+        number: int = 0,
+        call: Callable[..., Any] | None = None,
     ) -> tuple[_Run | None, str]:
-        """Eager once more with weights and inputs one rounding off, in the way of that ``number``; random numbers are
-        the same."""
+        """Eager, or ``call``, once more with weights and inputs one rounding off, in the way of that ``number``; random
+        numbers are the same."""
         draws = None if drawn is None else InductorDraws(drawn=drawn)
+        call = call or self.module._call_impl
         try:
             with _perturbed(self.module, unit, number), self.altering():
-                return self.run(self.module._call_impl, off=unit, number=number, draws=draws, seed=seed), "rounding"
+                return self.run(call, off=unit, number=number, draws=draws, seed=seed), "rounding"
         except Exception:
             return None, "none"
 
@@ -423,12 +484,13 @@ class _Runs:
         multiple: float,
         drawn: list[Tensor] | None = None,
         seed: int | None = None,
+        call: Callable[..., Any] | None = None,
     ) -> list[Difference]:
         """``found``, and where some of it counts, each tensor by the largest noise of eager's that several runs show."""
         for number in range(1, NOISES + 1):
             if not any(0 < one.tolerance for one in beyond(found)):
                 break
-            noisy, _ = self.rounded(unit, drawn, seed, number=number)
+            noisy, _ = self.rounded(unit, drawn, seed, number=number, call=call)
             if noisy is None:
                 break
             others = {(one.kind, one.name): one for one in _differences(eager, seen, noisy, unit, multiple)}
@@ -538,7 +600,7 @@ def _apart_in_means(samples: dict[str, list[dict[str, Tensor]]], unit: float, mu
 
 
 @contextlib.contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
+def without_hooks(module: nn.Module) -> Iterator[None]:
     """Inside, hooks on the module's parameters do not see gradients: those of a check are none of the step's."""
     hooked = [(one, one._backward_hooks) for one in module.parameters() if one._backward_hooks]
     try:

@@ -5,8 +5,8 @@
     compiled   calls of proven kinds run compiled
     failed     it did not compile, or was not eager's: eager for good, for a reason
 
-States change between steps, in ``Region.become``, which is the only writer of torch's ``_compiled_call_impl``. Outside
-of a step or an evaluation the module is plain, and so it is where tracers, dispatch modes or transforms look at it.
+States change between steps, in ``Region.become``. ``StandIn.stand`` is the only writer of torch's
+``_compiled_call_impl``. Outside of a step or an evaluation the module is plain, and so it is where tracers, dispatch modes or transforms look at it.
 """
 
 from __future__ import annotations
@@ -188,7 +188,33 @@ class Checking:
         self.checked, self.audited = None, False
 
 
-class Region:
+class StandIn:
+    """Called in the place of ``module`` while it stands, with what stood there before in ``before``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.before: Callable[..., Any] | None = None
+
+    def stand(self, standing: bool) -> None:
+        """Take the module's call, or give it back."""
+        attributes = vars(self.module)
+        now = attributes.get("_compiled_call_impl")
+        if standing and now is not self:
+            self.before = now
+            attributes["_compiled_call_impl"] = self
+        elif not standing and now is self:
+            if self.before is None:
+                # Removed, not set to None: torch.jit.script looks at what a module has of its own.
+                del attributes["_compiled_call_impl"]
+            else:
+                attributes["_compiled_call_impl"] = self.before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call."""
+        raise NotImplementedError
+
+
+class Region(StandIn):
     """A submodule that was handed to the compiler.
 
     Args:
@@ -206,7 +232,8 @@ class Region:
         checking: Checking,
         around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
-        self.path, self.module, self.arguments = path, module, arguments
+        super().__init__(module)
+        self.path, self.arguments = path, arguments
         self.of, self._checking, self._around = kind, checking, around
         kind.regions.append(self)
         self.state, self.reason = State.CHECKING if checking.mode != "off" else State.COMPILED, ""
@@ -242,12 +269,7 @@ class Region:
         self.state, self.reason = state, reason or self.reason
         if active is not None:
             self._active = active
-        attributes = vars(self.module)
-        if self._active and state in (State.CHECKING, State.COMPILED):
-            attributes["_compiled_call_impl"] = self
-        elif attributes.get("_compiled_call_impl") is self:
-            # Removed, not set to None: torch.jit.script looks at what a module has of its own.
-            del attributes["_compiled_call_impl"]
+        self.stand(self._active and state in (State.CHECKING, State.COMPILED))
 
     def activate(self, active: bool) -> None:
         """A step or an evaluation begins, or is over."""
@@ -270,7 +292,7 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call compiled, check it, or run what the module is without us."""
         module = self.module
-        if self._inside or torch.compiler.is_compiling() or _looked_at(args):
+        if self._inside or torch.compiler.is_compiling() or is_looked_at(args):
             return module._call_impl(*args, **kwargs)
         if self._layout is None and any(map(is_lazy, module.parameters())):
             return module._call_impl(*args, **kwargs)
@@ -586,7 +608,7 @@ def _shape_of(value: Any) -> Any:
     return value if isinstance(value, bool | str | type(None)) else type(value)
 
 
-def _looked_at(args: tuple[Any, ...]) -> bool:
+def is_looked_at(args: tuple[Any, ...]) -> bool:
     """Whether somebody traces, counts or transforms what runs, which compiled code cannot serve."""
     return (
         torch._C._len_torch_dispatch_stack() > 0

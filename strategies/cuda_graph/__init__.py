@@ -1,4 +1,4 @@
-"""``compile=cuda_graph``: whole training steps captured in CUDA graphs, one for each shape, and replayed."""
+"""``compile=cuda_graph``: training steps, or the modules they call, captured in CUDA graphs and replayed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import ClassVar
 from strategies.base import Program, Stage, Strategy
 
 
+SCOPES = ("auto", "step", "network")
+
+
 @dataclass(kw_only=True, slots=True)
 class CudaGraph(Strategy):
-    """Forward, loss, backward, clipping and optimizer of a training step as one CUDA graph.
+    """Forward, loss, backward, clipping and optimizer of a training step as one CUDA graph, or its network alone.
 
     A replay costs the host one launch instead of thousands, which is what small steps are bound by. Each shape of
-    batch has a graph of its own; all of them share one memory pool. A step that cannot be captured runs as it would
-    without this strategy, and the record says why. Validation is not captured.
+    batch has a graph of its own; all of them share one memory pool. Of a step that cannot be captured as a whole, the
+    modules that it calls are, forward and backward each in a graph, and the rest of it stays Python: metrics, lists of
+    losses, schedules, manual optimization. What cannot be captured either runs as it would without this strategy, and
+    the record says why.
 
     Python code runs while a step is captured, not when it is replayed. So one of the steps before is observed while it
     trains: what it reads on the host tells graphs apart and is compared before each replay; a step that changes
@@ -26,10 +31,21 @@ class CudaGraph(Strategy):
     name: ClassVar[str] = "cuda_graph"
     stage: ClassVar[Stage] = Stage.STEP
     captures_step: ClassVar[bool] = True
-    headlines: ClassVar[tuple[str, ...]] = ("graphs", "replayed_steps", "eager_steps", "parity.verdict", "refused")
+    headlines: ClassVar[tuple[str, ...]] = (
+        *("graphs", "replayed_steps", "eager_steps", "parity.verdict", "refused"),
+        *("networks", "replayed_calls", "without_a_graph"),
+    )
 
     required: bool = True
     """Whether a machine or processes that can capture no step are an error; false = left out, with a note."""
+
+    scope: str = "auto"
+    """What is captured. ``auto``: the whole step, else the modules that it calls; ``step``: the whole step or nothing;
+    ``network``: the modules that the step calls."""
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise ValueError(f"compile.cuda_graph.scope={self.scope!r} is not one of {SCOPES}")
 
     def check(self) -> None:
         import torch
@@ -42,6 +58,7 @@ class CudaGraph(Strategy):
 
     def begin(self, program: Program) -> None:
         from strategies.cuda_graph.capture import CudaEngine, StepGraphs
+        from strategies.cuda_graph.network import NetworkGraphs
 
         assert program.device is not None
         assert program.loop is not None
@@ -49,8 +66,16 @@ class CudaGraph(Strategy):
             reason = program.loop.why_not_capture_together()
         else:
             reason = f"CUDA graphs need a CUDA device, this run trains on {program.device.type}"
-        if reason is None:
-            program.step = StepGraphs(CudaEngine(program.device))
+        if program.device.type == "cuda" and (reason is None or self.scope != "step"):
+            engine = CudaEngine(program.device)
+            program.step = StepGraphs(engine)
+            if self.scope != "step":
+                program.network = NetworkGraphs(engine, program.device, wanted=self.scope == "network")
+            if self.scope == "network":
+                program.step.given_up = True
+            elif reason is not None:
+                program.step.refuse(reason)
+                program.step.given_up = True
         elif self.required:
             raise ValueError(f"compile.cuda_graph: {reason}")
         else:
@@ -59,7 +84,12 @@ class CudaGraph(Strategy):
     def end(self, program: Program) -> None:
         if program.step is None:
             return
-        program.report[self.name] = program.step.facts()
-        if not program.step.captures:
+        facts = program.step.facts()
+        if program.network is not None and program.network.wanted:
+            facts |= program.network.facts()
+        program.report[self.name] = facts
+        if not (program.step.captures or program.replays):
             program.notes.append("cuda_graph: no step was captured")
-        program.step = None
+        if program.network is not None:
+            program.network.close()
+        program.step = program.network = None

@@ -40,8 +40,9 @@ class Engine(Protocol):
     def eager(self, call: Callable[[], Any]) -> Any:
         """Run ``call`` as it is, where a later capture of it finds what its libraries have set up."""
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Call ``call`` once, and execute nothing on the device; returns what replays it, and its static results."""
+    def capture(self, call: Callable[[], Any], pool: Hashable = None) -> tuple[Callable[[], None], Any]:
+        """Call ``call`` once, and execute nothing on the device; returns what replays it, and its static results. Graphs
+        of one ``pool`` use the same memory."""
 
     def watching(self) -> AbstractContextManager[list[str]]:
         """Inside, what no capture permits is put into the list."""
@@ -62,7 +63,7 @@ class CudaEngine:
         self._generator = torch.cuda.default_generators[torch.cuda._utils._get_device_index(device, optional=True)]
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pools: dict[Hashable, Any] = {}
 
     def eager(self, call: Callable[[], Any]) -> Any:
         """Run ``call`` on the side stream, where its libraries set up what a capture may not."""
@@ -102,13 +103,14 @@ class CudaEngine:
     def set_random_state(self, state: Tensor) -> None:
         self._generator.set_state(state)
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, call: Callable[[], Any], pool: Hashable = None) -> tuple[Callable[[], None], Any]:
         """Record ``call`` without executing it on the device; returns what replays it, and its static results.
 
         When that fails, graphs captured before are not to be replayed any more: their random numbers are another
         generator's.
         """
         graph = torch.cuda.CUDAGraph()
+        memory = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
         random_state = self._generator.get_state()
         try:
             # The outer stream: a capture that fails at its end does not come back from the side stream by itself.
@@ -117,7 +119,7 @@ class CudaEngine:
             with (
                 torch.compiler.set_stance("fail_on_recompile"),
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 results = call()
         except BaseException:
@@ -126,7 +128,7 @@ class CudaEngine:
             fresh = torch.Generator(self._device)
             fresh.set_state(random_state)
             self._generator.graphsafe_set_state(fresh)
-            self._pool = torch.cuda.graph_pool_handle()  # the other one counts as being recorded to, from now on
+            del self._pools[pool]  # it counts as being recorded to, from now on
             raise
         # The capture's beginning writes an offset of random numbers on the side stream, where the GPU may be late with
         # it, and each replay writes it on the current one: they would race, and a replay draw other dropout masks.
@@ -344,6 +346,10 @@ class StepGraphs:
         self._record: tuple[Variant, RecordedStep] | None = None
         """A recorded step that waits for its graph."""
         self._dropped = 0
+        self.shape_refused: Callable[[], Any] = lambda: None
+        """Called when steps of one shape are not going to be captured."""
+        self.beside: Callable[[bool], AbstractContextManager[Any]] = lambda for_good: contextlib.nullcontext()
+        """Stands around a step that runs in Python, ``for_good`` or until it is captured."""
         self._wants_audit = self._left_out = False
         self._waited = self._deferred = 0
         self._looks = False
@@ -434,7 +440,13 @@ class StepGraphs:
     def eager(self, step: Step, batch: Any, *, for_good: bool = True) -> Any:
         """Run ``step`` without a graph; unless ``for_good``, as it will run in one."""
         self.eager_count += 1
-        return self._engine.eager(as_capturing(not for_good)(lambda: step(batch)))
+        with self.beside(for_good):
+            return self._engine.eager(as_capturing(not for_good)(lambda: step(batch)))
+
+    def _refuse_shape(self, shape: Shape, reason: str) -> None:
+        shape.refused = True
+        self.refuse(reason)
+        self.shape_refused()
 
     def refuse(self, reason: str) -> None:
         if reason not in self.refusals:
@@ -504,8 +516,7 @@ class StepGraphs:
         if not shape.seen:
             return Plan.EAGER
         if sum(1 for _ in self._captured()) >= MAX_GRAPHS:
-            shape.refused = True
-            self.refuse(f"there are {MAX_GRAPHS} graphs already")
+            self._refuse_shape(shape, f"there are {MAX_GRAPHS} graphs already")
             return Plan.EAGER
         if variant is None:
             if shape.variants:
@@ -586,8 +597,7 @@ class StepGraphs:
         if problems:
             shape.observations += 1
             if shape.observations >= MAX_OBSERVATIONS:
-                shape.refused = True
-                self.refuse("; ".join(list(dict.fromkeys(problems))[:3]))
+                self._refuse_shape(shape, "; ".join(list(dict.fromkeys(problems))[:3]))
 
     def _observed(self, shape: Shape, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
         """Observed; and recorded at once where it runs what a captured one does."""

@@ -57,16 +57,25 @@ class HostRecorder(HostValues):
 
     @contextlib.contextmanager
     def recording(
-        self, module: nn.Module, index: IndexWatch | None = None, step: Callable[..., Any] | None = None
+        self,
+        module: nn.Module,
+        index: IndexWatch | None = None,
+        step: Callable[..., Any] | None = None,
+        *,
+        entry: types.CodeType | None = None,
+        name: str = "self.",
     ) -> Iterator[None]:
         """Record what the block reads of ``module`` and its submodules, of what ``step`` holds, of globals, and of
-        whatever these lead to; tell ``index`` of the calls in it."""
+        whatever these lead to; tell ``index`` of the calls in it.
+
+        ``entry``: code from whose call on reads count; None = the module's ``training_step``, or any code of the
+        user's. ``name``: the module's own in messages."""
         before = random_states(self._device)
         self._index = index
-        self._entry = getattr(getattr(type(module), "training_step", None), "__code__", None)
+        self._entry = entry or getattr(getattr(type(module), "training_step", None), "__code__", None)
         with self._undo:
             for path, submodule in module.named_modules():
-                self._label(submodule, f"self.{path}." if path else "self.")
+                self._label(submodule, f"{name}{path}." if path else name)
                 parameters = submodule._parameters
                 self._shards |= {(id(parameters), name): p for name, p in parameters.items() if hasattr(p, "to_local")}
             self._patch(nn.Module)

@@ -70,7 +70,13 @@ class StepCapture(StepHook):
         if parity != "off":
             unit = rounding_unit(program.precision, loop.device, self._module)
             graphs.repeating = Repeating(loop.device, parity, unit, random=graphs.random)
-        for reason in loop.why_not_capture():
+        self._network = program.network
+        if self._network is not None:
+            self._network.begin(program, graphs.parts, loop.unreadable, parity)
+            graphs.beside, graphs.shape_refused = self._network.within, self._network.use
+            if graphs.given_up:
+                self._network.take_over()
+        for reason in () if graphs.given_up else loop.why_not_capture():
             self._stop(reason)
         if loop.world_size > 1:
             graphs.agree, graphs.together, graphs.warmup_steps = loop.least, True, loop.capture_warmup_steps
@@ -100,7 +106,7 @@ class StepCapture(StepHook):
     @property
     def settled(self) -> bool:
         """Whether the last step was replayed, or none like it will be."""
-        return self._graphs.given_up or self._graphs.settled
+        return self._program.capture_settled
 
     @property
     def audits(self) -> list[Audit]:
@@ -111,13 +117,16 @@ class StepCapture(StepHook):
         """Take one of the next micro-batches without its graph, which repeats it and has to leave the same. Which one:
         graphs take turns. All processes call it at the same step."""
         self._graphs.audit_next()
+        if self._network is not None:
+            self._network.audit_next()
 
     def left_out(self) -> contextlib.AbstractContextManager[None]:
         """Micro-batches inside run in Python, in all processes: to check a region, or to time eager."""
         return self._graphs.left_out()
 
     def facts(self) -> dict[str, Any]:
-        return self._graphs.facts()
+        of_networks = {} if self._network is None or not self._network.wanted else self._network.facts()
+        return self._graphs.facts() | of_networks
 
     def close(self) -> None:
         self._release_optimizer()
@@ -234,9 +243,12 @@ class StepCapture(StepHook):
 
     def _stop(self, reason: str) -> None:
         self._graphs.refuse(reason)
-        self._program.given_up["step"] = reason
         self._graphs.given_up = True
         self._graphs.forget()
+        if self._network is None or not self._network.networks:
+            self._program.given_up["step"] = reason
+        else:
+            self._network.take_over(reason)
 
     @contextlib.contextmanager
     def reaching(self, micro: MicroBatch) -> Iterator[None]:

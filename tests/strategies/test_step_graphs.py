@@ -39,7 +39,7 @@ class Failing(RecordingEngine):
 
     failures = 0
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, call: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
         if self.failures:
             self.failures -= 1
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -161,7 +161,7 @@ def test_graphs_are_let_go_while_the_error_that_ends_them_is_handled() -> None:
     replays: list[weakref.ref[Callable[[], None]]] = []
 
     class Watched(RecordingEngine):
-        def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        def capture(self, call: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
             replay, results = super().capture(call)
             replays.append(weakref.ref(replay))
             return replay, results
@@ -208,7 +208,7 @@ class Counted:
         self.eager_calls += 1
         return call()
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, call: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         return (lambda: None), call()
@@ -328,7 +328,7 @@ class Faulty(RecordingEngine):
         super().__init__(nn.Linear(1, 1))
         self._weight, self.count = weight, 0
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, call: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
         replay, results = super().capture(call)
 
         def wrong() -> None:

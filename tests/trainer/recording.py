@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strategies import Program, Strategy
 from strategies.base import Stage
 from strategies.cuda_graph.capture import StepGraphs
+from strategies.cuda_graph.network import NetworkGraphs
 from strategies.torch_patches import as_capturing
 
 aten = torch.ops.aten
@@ -142,7 +143,7 @@ class RecordingEngine:
     def set_random_state(self, state: Tensor) -> None:
         torch.set_rng_state(state)
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, call: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
         before = torch.get_rng_state()
         # Running statistics, too: a batch norm's schema does not say that it writes them.
         state = [
@@ -217,11 +218,32 @@ class Recorded(Strategy):
     name: ClassVar[str] = "recorded"
     stage: ClassVar[Stage] = Stage.STEP
     engine: ClassVar[type[RecordingEngine]] = RecordingEngine
+    scope: ClassVar[str] = "step"
 
     def begin(self, program: Program) -> None:
-        program.step = StepGraphs(self.engine(program.module))
+        engine = self.engine(program.module)
+        program.step = StepGraphs(engine)
+        if self.scope != "step":
+            program.network = NetworkGraphs(engine, torch.device("cpu"), wanted=self.scope == "network")
+            program.step.given_up = self.scope == "network"
 
     def end(self, program: Program) -> None:
         if program.step is not None:
-            program.report[self.name] = program.step.facts()
-            program.step = None
+            facts = program.step.facts()
+            if program.network is not None:
+                facts |= program.network.facts()
+                program.network.close()
+            program.report[self.name] = facts
+            program.step = program.network = None
+
+
+class RecordedStepOrNetwork(Recorded):
+    """With ``scope=auto``."""
+
+    scope: ClassVar[str] = "auto"
+
+
+class RecordedNetwork(Recorded):
+    """With ``scope=network``."""
+
+    scope: ClassVar[str] = "network"

@@ -184,14 +184,9 @@ class Chooser(StepHook):
         self._known.layers = {"regional": _layers(found.values()), "whole": _layers([module])}
 
     def _may_capture(self) -> bool:
-        loop, program = self._loop, self._program
+        loop = self._loop
         wanted = "cuda_graph" in self._auto.candidates and loop.device.type == "cuda" and loop.world_size == 1
-        if not wanted or loop.manual or any(strategy.captures_step for strategy in program.strategies):
-            return False
-        reason = next(iter(loop.why_not_capture()), None)
-        if reason is not None:
-            program.notes.append(f"auto: no step is captured: {reason}")
-        return reason is None
+        return wanted and not any(strategy.captures_step for strategy in self._program.strategies)
 
     # ---- an arm ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +231,7 @@ class Chooser(StepHook):
         if self._settled is None:
             if len(self._steps) < MAX_SETTLE_STEPS and self._loop.anywhere(self._settles()):
                 return
-            if arm.captured and not self._loop.everywhere(self._program.step is not None and self._replays() > 0):
+            if arm.captured and not self._loop.everywhere(self._program.replays > 0):
                 self._fail(arm, f"no step was captured in {len(self._steps)} steps")
                 return
             self._settled = len(self._steps) - (0 if arm is self._base else QUIET_STEPS)
@@ -255,14 +250,11 @@ class Chooser(StepHook):
 
     def _settles(self) -> bool:
         """Whether something is still being prepared."""
-        step = self._program.step
-        busy = self._program.found is not None
-        busy |= any(region.called and region.state == "checking" for region in self._program.regions)
-        busy |= self._on.captured and step is not None and not (step.settled and step.replays)
+        program = self._program
+        busy = program.found is not None
+        busy |= any(region.called and region.state == "checking" for region in program.regions)
+        busy |= self._on.captured and not (program.capture_settled and program.replays)
         return busy or not all(one.steady for one in self._steps[-QUIET_STEPS:])
-
-    def _replays(self) -> int:
-        return 0 if self._program.step is None else self._program.step.replays
 
     def _found(self, arm: Arm) -> tuple[dict[Any, list[float]], float, float, int | None, bool] | None:
         """What was measured of ``arm``, and whether it stays; None where more steps have to be timed."""
@@ -305,7 +297,7 @@ class Chooser(StepHook):
         """Why nothing of what ``arm`` adds is compiled or captured any more."""
         program = self._program
         lost = arm.module != EAGER and all(region.state == "failed" for region in program.regions)
-        lost |= arm.captured and not program.captures_steps
+        lost |= arm.captured and not program.captures
         reasons = [why for part, why in program.eager_parts.items() if self._eager_parts.get(part) != why]
         return next(iter(reasons), "nothing of it could be compiled") if self._loop.anywhere(lost) else None
 

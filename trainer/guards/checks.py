@@ -29,6 +29,7 @@ from trainer.telemetry.tensorboard import TensorBoardPages
 from trainer.words import as_typed
 
 if TYPE_CHECKING:
+    from strategies.cuda_graph.network import Network
     from strategies.cuda_graph.steps import StepCapture
     from strategies.optimizer.step import Update
 
@@ -122,7 +123,7 @@ class Checks(StepHook):
         if self._round:
             return
         self._round.extend(update.check_next_step for update in self._updates())
-        if self._capture is not None and self._program.captures_steps:
+        if self._capture is not None and self._program.captures:
             self._round.append(self._capture.audit_next)
 
     def _updates(self) -> list[Update]:
@@ -180,6 +181,9 @@ class Checks(StepHook):
                 self._fell.append(update)
                 self._news = True
                 self._step_fell_back(update)
+        if program.network is not None:
+            while program.network.differs:
+                self._graph_differs(*program.network.differs.pop(0))
         if self._checked:
             self._checked = False
             hardware.count_peak_from(self._loop.device, 0 if compiled else self._peak)
@@ -232,6 +236,12 @@ class Checks(StepHook):
         elif update.error is not None and self._guarding.on_compile_error == "fail":
             raise CompileFailed(as_typed(f"on_compile_error=fail: {line}", self._record.script)) from update.error
 
+    def _graph_differs(self, network: Network, reason: str, differences: list[Difference], trusted: bool) -> None:
+        """A module that the steps call, whose graph did not repeat it."""
+        line = f"{network.named} runs without a graph from step {self._loop.steps_done + 1} on: {reason}"
+        self._event(line)
+        self._differs(line, audited=trusted)
+
     def _differs(self, line: str, *, audited: bool) -> None:
         clean = self.facts.last_clean_step
         audited |= clean is not None
@@ -267,7 +277,7 @@ class Checks(StepHook):
 
     # ---- one check -------------------------------------------------------------------------------------------------
 
-    def _begin(self, checked: Region | Update) -> None:
+    def _begin(self, checked: Region | Update | Network) -> None:
         if self._telemetry.phase in ("training", "starting"):
             self._telemetry.phase = f"checking {checked.kind}"
         self._telemetry.leave_out()

@@ -89,8 +89,7 @@ class Timing(StepHook):
             self._peak = hardware.peak_bytes(self._loop.device)
             self._eagerly.enter_context(eager(self._program))
         hardware.wait(self._loop.device)
-        graphs = self._program.step
-        self._replays = 0 if graphs is None else graphs.replays
+        self._replays = self._program.replays
         self._step_began = now()
 
     def run(self, micro: MicroBatch, go: RunMicroBatch) -> dict[str, Any]:
@@ -115,8 +114,7 @@ class Timing(StepHook):
 
     def _take(self, window: Window, seconds: float) -> None:
         self._left -= 1
-        graphs = self._program.step
-        replayed = graphs is not None and graphs.replays > self._replays
+        replayed = self._program.replays > self._replays
         if self._in_eager:
             self._spent += seconds
         if self._left < WINDOW:

@@ -283,7 +283,7 @@ class CompiledTraining:
         program = self.program
         assert program is not None
         assert self._checks is not None
-        if self._guarding.on_slower == "eager" and not program.captures_steps:
+        if self._guarding.on_slower == "eager" and not program.captures:
             for kind in program.kinds.values():
                 kind.fail(f"{line}; on_slower=eager")
             give_up_others(program, f"{line}; on_slower=eager")
