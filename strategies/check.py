@@ -384,8 +384,8 @@ class _Runs:
         draws: InductorDraws | None = None,
     ) -> _Run:
         """Forward and backward. Floating-point inputs are cast to ``dtype``; under ``seed`` other random numbers are
-        drawn, and as ``draws`` does; inputs are ``off`` by a rounding, relative, in the way of that ``number``. Of several ``calls``, the last is
-        looked at."""
+        drawn, and as ``draws`` does; inputs are ``off`` by a rounding, relative, in the way of that ``number``. Of
+        several ``calls``, the last is looked at."""
         self.state.restore(weights=not self._altered)
         torch.clear_autocast_cache()
         if seed is not None:
@@ -486,9 +486,9 @@ class _Runs:
         seed: int | None = None,
         call: Callable[..., Any] | None = None,
     ) -> list[Difference]:
-        """``found``, and where some of it counts, each tensor by the largest noise of eager's that several runs show."""
+        """``found``, and where some of it counts, each tensor by the largest noise that several runs of eager show."""
         for number in range(1, NOISES + 1):
-            if not any(0 < one.tolerance for one in beyond(found)):
+            if not any(one.tolerance > 0 for one in beyond(found)):
                 break
             noisy, _ = self.rounded(unit, drawn, seed, number=number, call=call)
             if noisy is None:

@@ -6,7 +6,8 @@
     failed     it did not compile, or was not eager's: eager for good, for a reason
 
 States change between steps, in ``Region.become``. ``StandIn.stand`` is the only writer of torch's
-``_compiled_call_impl``. Outside of a step or an evaluation the module is plain, and so it is where tracers, dispatch modes or transforms look at it.
+``_compiled_call_impl``. Outside of a step or an evaluation the module is plain, and so it is where tracers, dispatch
+modes or transforms look at it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from strategies.base import Program, Stage, Strategy
 
-
 SCOPES = ("auto", "step", "network")
 
 

@@ -41,8 +41,8 @@ class Engine(Protocol):
         """Run ``call`` as it is, where a later capture of it finds what its libraries have set up."""
 
     def capture(self, call: Callable[[], Any], pool: Hashable = None) -> tuple[Callable[[], None], Any]:
-        """Call ``call`` once, and execute nothing on the device; returns what replays it, and its static results. Graphs
-        of one ``pool`` use the same memory."""
+        """Call ``call`` once, and execute nothing on the device; returns what replays it, and its static results.
+        Graphs of one ``pool`` use the same memory."""
 
     def watching(self) -> AbstractContextManager[list[str]]:
         """Inside, what no capture permits is put into the list."""

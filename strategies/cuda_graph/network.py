@@ -354,8 +354,11 @@ class Network(StandIn):
             except Exception as error:
                 outcome = Outcome(skipped=f"it fails on copies of its inputs: {first_line(error)}")
             of.checking.audited |= audit
-            check = Check(path=self.path, kind=self.kind, outcome=outcome, seconds=of.checking.clock() - began, audit=audit)
+            check = Check(
+                path=self.path, kind=self.kind, outcome=outcome, seconds=of.checking.clock() - began, audit=audit
+            )
             of.checking.report(check)
+            of.compared.append(outcome)
         if outcome.skipped is not None and not audit:
             self.refuse(f"its graph cannot be compared with it: {outcome.skipped}")
         elif outcome.wrong:
@@ -398,7 +401,9 @@ class Network(StandIn):
                 return torch.autograd.grad(results, of, gradients, allow_unused=True)
 
         def both() -> None:
-            results = [one for one in pytree.tree_leaves(forward()) if isinstance(one, Tensor) and one.grad_fn is not None]
+            results = [
+                one for one in pytree.tree_leaves(forward()) if isinstance(one, Tensor) and one.grad_fn is not None
+            ]
             of = [one for one in (*inputs, *_leaves(results)) if one.requires_grad]
             if results and of:
                 backward(results, [torch.ones_like(one) for one in results], of)
@@ -529,7 +534,9 @@ class Network(StandIn):
         graph.replay_backward()
         statics = [one if place in reached else None for place, one in enumerate(graph.gradients)]
         found = [None if one is None else torch.empty_like(one) for one in statics]
-        pairs = [(one, other) for one, other in zip(found, statics, strict=True) if one is not None and other is not None]
+        pairs = [
+            (one, other) for one, other in zip(found, statics, strict=True) if one is not None and other is not None
+        ]
         if pairs:
             torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
         return found
@@ -544,7 +551,7 @@ class Network(StandIn):
         self.of.inside += 1
         try:
             with contextlib.ExitStack() as entered:
-                for (device, enabled, dtype) in pending.autocast:
+                for device, enabled, dtype in pending.autocast:
                     entered.enter_context(torch.autocast(device, dtype, enabled=enabled))
                 create = torch.is_grad_enabled()
                 entered.enter_context(torch.enable_grad())
@@ -567,7 +574,7 @@ class _Replay(torch.autograd.Function):
     """One replay, as autograd sees it: from inputs and weights to the outputs that have gradients."""
 
     @staticmethod
-    def forward(ctx: Any, pending: Pending, *of: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def forward(ctx: Any, pending: Pending, *of: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.pending = pending
         ctx.save_for_backward(torch.empty(0))  # a second backward is autograd's own error, unless the graph is kept
@@ -576,7 +583,7 @@ class _Replay(torch.autograd.Function):
         return tuple(graph.outputs[place].clone() for place in graph.differentiable)
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         pending: Pending = ctx.pending
         return None, *pending.of.gradients(pending, given)
@@ -618,6 +625,8 @@ class NetworkGraphs:
         self.refusals: list[str] = []
         self.differs: list[tuple[Network, str, list[Any], bool]] = []
         """What was not repeated: module, line, differences and whether it was trusted before."""
+        self.compared: list[Outcome] = []
+        """Of graphs beside the calls that they stand for."""
         self.unreadable: Callable[[], Any] = dict
         self.mode = "on"
         self.steady = False
@@ -813,6 +822,8 @@ class NetworkGraphs:
                 if one.called
             ],
             "replayed_calls": self.replays,
+            "compared_calls": len(self.compared),
+            "equal_to_the_last_bit": sum(not one.differences for one in self.compared if one.skipped is None),
             "without_a_graph": list(self.refusals),
         }
 

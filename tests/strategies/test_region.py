@@ -480,6 +480,7 @@ def test_a_gradient_of_a_gradient_is_eagers(compiled_steps: int) -> None:
     assert region(program).state is State.FAILED
     assert program.eager_parts["0"] == DOUBLE_BACKWARD
 
+
 class Bridged(nn.Module):
     """A block of an encoder, or of a decoder, which looks at the encoder's results, too (T5)."""
 
@@ -517,7 +518,6 @@ def test_blocks_of_one_class_may_reach_other_parameters_each() -> None:
     for name, parameter in program.module.named_parameters():
         assert parameter.grad is not None, name
         torch.testing.assert_close(parameter.grad, expected[name], msg=name)
-
 
 
 class TwoHeads(nn.Module):
