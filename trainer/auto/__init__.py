@@ -30,7 +30,7 @@ CACHED_SECONDS = {"regional": 4.0, "whole": 6.0}
 COMPILER_SECONDS, EACH_GRAPH, EACH_LAYER = 2.0, 2.0, 0.35
 """Seconds of a compile where it is known what is compiled: to start, for each graph, and for each module with weights
 of its own in it, of which a repeated one counts ``REPEATED``. On H200s (docs/log.md, 2026-11-27) it took 8 to 78 s in
-12 programs, 0.6 to 1.7 times this in all but one: Swin, whose blocks are compiled anew for other windows, 80 s for 20."""
+12 programs, 0.6 to 1.7 times this in all but one: Swin's blocks are compiled anew for other windows, 80 s for 20."""
 REPEATED = 0.5
 OFF = (0.5, 3.0)
 """How much longer or shorter than that the machine at hand is taken to need, from what it needed for regions."""
