@@ -488,7 +488,7 @@ class Network(StandIn):
         if places:
             pending = Pending(self, graph, lane, args, kwargs, self.of.engine.random_state())
             of = [*(given[place] for place in graph.of_inputs), *graph.weights]
-            of_graph = _Replay.apply(pending, *of)  # type: ignore[no-untyped-call]
+            of_graph = _Replay.apply(pending, *of)
         else:
             graph.replay_forward()
         by_place = dict(zip(places, of_graph, strict=True))

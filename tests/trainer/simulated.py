@@ -16,7 +16,7 @@ from torch import nn
 
 from strategies import STRATEGIES, Program, Regional, Strategy, Whole
 from strategies.modules import Auto
-from trainer.auto import chooser
+from trainer.auto import Knowledge, chooser
 from trainer.auto.chooser import Chooser
 from trainer.telemetry.meter import Step
 
@@ -214,8 +214,11 @@ FEW_STEPS = {
 
 
 def steps_take(monkeypatch: pytest.MonkeyPatch, backend: str = "eager", /, **seconds: float) -> None:
-    """In real trainings: candidates compile for ``backend``, are judged within a few steps, and steps count as if they
+    """In real trainings: candidates compile for ``backend``, are judged within a few steps, ``regional`` first, and steps count as if they
     took the seconds given for the module strategy and capture that train (``regional__cuda_graph=0.5``)."""
+    monkeypatch.setattr(Knowledge, "_bound_of_compile", lambda known, module: {"regional": 1.0, "whole": 20.0}[module])
+    monkeypatch.setattr("trainer.auto.SAVED_MORE", 0.0)
+    monkeypatch.setattr("trainer.auto.SAVED_MORE_BY_BLOCKS", 0.0)
     kinds: dict[str, Any] = {kind.name: functools.partial(kind, backend=backend) for kind in (Regional, Whole)}
     monkeypatch.setattr(chooser, "STRATEGIES", {**STRATEGIES, **kinds})
     for name, value in FEW_STEPS.items():

@@ -27,7 +27,8 @@ class Drops(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.norm, self.two = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.one, self.norm = nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)  # a bias would have no gradient but noise
+        self.two = nn.Linear(8, 8)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         return self.two(nn.functional.dropout(self.norm(self.one(x_BD)), 0.2, self.training))
