@@ -696,9 +696,7 @@ class StepGraphs:
         if not self.agree(error is None):
             self.release()  # the graphs of all, see ``CudaEngine.capture``
             shape.refused = True
-            reason = "another process could not capture it" if error is None else first_line(error)
-            if "legacy stream" in reason:
-                reason += " (is the graph of an earlier step still held, by a loss that was kept without detach()?)"
+            reason = "another process could not capture it" if error is None else why_not_captured(error)
             raise CaptureFailed(f"{shape.name}: {reason}") from error
         if made is not None:
             variant.replay, results = made
@@ -772,6 +770,14 @@ class StepGraphs:
                 f"the replay of {shape.name} is not the step without it: {'; '.join(map(str, wrong[:3]))}"
             )
         return False
+
+
+def why_not_captured(error: BaseException) -> str:
+    """In one line."""
+    reason = first_line(error)
+    if "legacy stream" in reason:
+        reason += " (is the graph of an earlier step still held, by a loss that was kept without detach()?)"
+    return reason
 
 
 def _share(difference: Difference) -> float:

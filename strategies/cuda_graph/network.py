@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from strategies.base import CannotCapture, holds
 from strategies.check import Outcome, same_call, without_hooks
 from strategies.compare import MULTIPLES
+from strategies.cuda_graph.capture import why_not_captured
 from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.state import EQUAL, HostState
 from strategies.errors import first_line, is_out_of_memory
@@ -49,6 +50,8 @@ MIN_REPLAYS = 16
 """replays for each change that make up for capturing again."""
 MAX_LANES = 4
 """Calls of one module that may wait for their backwards at the same time."""
+MAX_NOTES = 3
+"""Modules with a graph, and without, that are told of; the record has all."""
 MAX_DEFERRED = 8
 """Calls that run without a graph until regions within are compared with eager, before an audit leaves that out."""
 
@@ -221,7 +224,11 @@ class Network(StandIn):
         lane = self._free_lane()
         if lane is None:
             return self._without(args, kwargs)
+        if lane is self._lanes[0]:  # nothing of this module waits for a backward, which would hold its weights
+            lane = next((one for one in self._lanes if one not in variant.graphs), lane)
         graph = variant.graphs.get(lane)
+        if graph is None and any(not one.free for one in self._lanes):
+            return self._first(kind, args, kwargs)
         audit = graph is not None and variant.due and not of.checking.audited
         if audit and of.parts.due() and self._deferred < MAX_DEFERRED:  # regions within are looked at first
             self._deferred += 1
@@ -377,7 +384,7 @@ class Network(StandIn):
             kind.refused = True
             of.notes.append(f"cuda_graph: {self.named}: there is too little memory to capture calls with {kind.name}")
         else:
-            self.refuse(first_line(error))
+            self.refuse(why_not_captured(error))
 
     @property
     def named(self) -> str:
@@ -751,14 +758,18 @@ class NetworkGraphs:
         self._refuse(f"{network.named} runs without a graph: {network.reason}")
 
     def captured_first(self, network: Network) -> None:
-        """Say so."""
-        self.notes.append(
-            f"cuda_graph: {network.named} is replayed, forward and backward; the step around it stays Python"
-        )
+        """Say so, of the first ones."""
+        if len(self.captured) <= MAX_NOTES:
+            self.notes.append(
+                f"cuda_graph: {network.named} is replayed, forward and backward; the step around it stays Python"
+            )
 
     def _refuse(self, reason: str) -> None:
         self.refusals.append(reason)
-        self.notes.append(f"cuda_graph: {reason}")
+        if len(self.refusals) <= MAX_NOTES:
+            self.notes.append(f"cuda_graph: {reason}")
+        elif len(self.refusals) == MAX_NOTES + 1:
+            self.notes.append("cuda_graph: further modules run without a graph, see report.cuda_graph.without_a_graph")
 
     @contextlib.contextmanager
     def within(self, in_force: bool) -> Iterator[None]:

@@ -21,7 +21,7 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -36,6 +36,13 @@ MAX_ENTRIES = 100_000
 MAX_BYTES = 1 << 20
 """Largest array on the host that is."""
 
+
+class _Named(NamedTuple):
+    """For the type of a named tuple's fields."""
+
+    place: int
+
+
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 CONSTANT = (
     *PLAIN, torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size, enum.Enum, PurePath, re.Pattern,
@@ -43,7 +50,8 @@ CONSTANT = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.CodeType,
     types.GenericAlias, types.UnionType, type(Ellipsis), type(NotImplemented), numpy.generic, numpy.dtype,
-    type(threading.Lock()), type(threading.RLock()), threading.local, staticmethod, classmethod, torch.Tag,
+    type(_Named.place), type(threading.Lock()), type(threading.RLock()), threading.local, staticmethod, classmethod,
+    torch.Tag,
 )  # fmt: skip
 """Values that no step changes, or on which no kernel depends."""
 

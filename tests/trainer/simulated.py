@@ -214,8 +214,9 @@ FEW_STEPS = {
 
 
 def steps_take(monkeypatch: pytest.MonkeyPatch, backend: str = "eager", /, **seconds: float) -> None:
-    """In real trainings: candidates compile for ``backend``, are judged within a few steps, ``regional`` first, and steps count as if they
-    took the seconds given for the module strategy and capture that train (``regional__cuda_graph=0.5``)."""
+    """In real trainings: candidates compile for ``backend``, ``regional`` first, are judged within a few steps, and
+    steps count as if they took the seconds given for the module strategy and capture that train
+    (``regional__cuda_graph=0.5``)."""
     monkeypatch.setattr(Knowledge, "_bound_of_compile", lambda known, module: {"regional": 1.0, "whole": 20.0}[module])
     monkeypatch.setattr("trainer.auto.SAVED_MORE", 0.0)
     monkeypatch.setattr("trainer.auto.SAVED_MORE_BY_BLOCKS", 0.0)

@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
+from strategies.compare import UNITS
+from strategies.cuda_graph.repeat import Repeating
 from tests.trainer.capturing import Captured
 from tests.trainer.recording import Recorded, RecordingEngine
 from tests.trainer.test_step_capture import Net, fit
@@ -107,3 +110,33 @@ def test_a_tensor_of_the_users_own_is_put_back_too(tmp_path: Path) -> None:
     assert torch.allclose(modules[0].queue, modules[1].queue)
     assert captured.facts["parity"]["equal_to_the_last_bit"] == 3
     assert captured.facts["replayed_steps"] == 20 - captured.facts["eager_steps"] > 10
+
+
+def test_what_an_optimizer_made_of_rounding_is_no_difference() -> None:
+    """Adam divides a gradient by its own size: where that is all rounding, two runs of one step move a weight apart."""
+    random = torch.get_rng_state, torch.set_rng_state
+    repeating = Repeating(torch.device("cpu"), "on", unit=UNITS["bf16"], random=random)
+    torch.manual_seed(0)
+    start, mean = torch.randn(3000), torch.randn(3000)
+    mean[:1000] = 1e-9
+    step = mean.sign() * 1e-3
+
+    def left(noise: Tensor, moved: Tensor) -> dict[tuple[str, str], Tensor]:
+        other = mean.clone()
+        other[:1000] *= noise
+        return {("weight", "bias"): start - moved, ("optimizer", "bias.exp_avg"): other}
+
+    flipped = step.clone()
+    flipped[:1000] *= -1
+    starts = {("weight", "bias"): start}
+
+    def share(seen: dict[tuple[str, str], Tensor]) -> float:
+        expected = left(torch.ones(1000), step)
+        found = repeating._compare(list(expected), expected, seen, None, starts)
+        return max(one.share for one in found if one.kind == "weight")
+
+    assert share(left(-torch.ones(1000), flipped)) < 1
+    assert share(left(torch.ones(1000), flipped)) > 1, "the same gradients have to move it alike"
+    wrong = step.clone()
+    wrong[2000:] *= 0.5
+    assert share(left(-torch.ones(1000), wrong)) > 1
