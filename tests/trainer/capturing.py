@@ -37,6 +37,7 @@ class Captured(L.Callback):
         apply(self._strategies, self.program)
         self.program.optimizers, self.program.loop = tuple(loop.optimizers), loop
         begin(self._strategies, self.program)
+        self.program.found = None  # nobody looks at what the first steps call
         assert self.program.step is not None
         self.capture = capture = StepCapture(loop, self.program, self.program.step, parity=self._parity)
         self._give_back = loop.take_over(lambda micro: capture.run(micro, lambda one: one.run(one.batch)))
