@@ -124,7 +124,7 @@ def test_every_published_row_can_be_run_again(edge: None, tmp_path: Path) -> Non
             for arguments in [verify.sweep_arguments(row, base, rounds=1, smoke=smoke, out=tmp_path)]
         )
         first, *more = verify.arm_of(row, shared).split()
-        for words in (shared, small):
+        for words in (shared, small) if row is base else (shared,):  # each takes a third of a second
             assert compose([*words, f"compile={first}", *more]).trainer.max_steps > 0, name
 
 

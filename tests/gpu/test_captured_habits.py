@@ -35,3 +35,12 @@ def test_losses_are_eagers_step_by_step(name: str, regional: bool, tmp_path: Pat
         assert report["replayed_steps"] > STEPS // 2
     else:
         assert any(reason in refusal for refusal in report["refused"]), report["refused"]
+
+
+@pytest.mark.parametrize("name", list(habits.HABITS))
+def test_a_captured_network_ends_at_eagers_losses(name: str, tmp_path: Path) -> None:
+    """To the last bit, whatever the step around it does on the host."""
+    compile_ = Compile([CudaGraph(scope="network")])
+    captured = losses(name, tmp_path, compile_, accelerator="gpu")
+    assert captured == losses(name, tmp_path, accelerator="gpu")
+    print(name, compile_.record.report["cuda_graph"]["networks"])
