@@ -97,8 +97,14 @@ def test_a_folder_with_another_runs_work_is_refused_and_stays_as_it_is(
     ids=["resumed", "resumed by its file", "resumed without a record"],
 )
 def test_a_folder_of_the_resumed_run_is_written_into(
-    command_line: Any, called: list[Any], tmp_path: Path, left: Any, arguments: list[str]
+    command_line: Any,
+    called: list[Any],
+    tmp_path: Path,
+    left: Any,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("trainer.presence.find_checkpoint", lambda resume: None)  # there is none to go on from
     left(tmp_path / "run")
     assert command_line("hydra.run.dir=run", *arguments) == 0
     assert called[0]["run_dir"] == tmp_path / "run"
