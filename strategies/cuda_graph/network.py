@@ -2,9 +2,10 @@
 
 They serve steps that cannot be captured as a whole. The step stays Python, with all that it does on the host; what runs
 for a long time, the network, is replayed. Each kind of call (shapes, training flag, gradients on or off) has graphs of
-its own. Before there are any, a call runs on copies of its inputs: observed, for what it reads on the host (compared
-before each replay from then on), and captured; then the graphs have to give the outputs, gradients and buffers of the
-call without them. Audits look again later.
+its own. Before there are any, a real call is watched: one that changes something on the host has no graph, and runs
+once. Then a call runs on copies of its inputs: observed with its backward, for what it reads on the host (compared
+before each replay from then on), and captured; the graphs have to give the outputs, gradients and buffers of the call
+without them. Audits look again later.
 
 Outputs and gradients of a replay are copied out of the graphs' memory, so that what the user keeps stays what it was,
 and gradients accumulate as in eager. Weights get theirs through autograd: their hooks, DistributedDataParallel's among
@@ -139,6 +140,8 @@ class _Kind:
     name: str
     calls: int = 0
     """Without a graph."""
+    watched: bool = False
+    """Whether a real call, in the state on the host that is, was seen to change nothing there."""
     variants: list[_Variant] = field(default_factory=list)
     changes: int = 0
     replays: int = 0
@@ -218,6 +221,8 @@ class Network(StandIn):
         variant = next((each for each in reversed(kind.variants) if each.change() is None), None)
         ready = kind.calls >= FIRST_CALLS and of.ready
         if variant is None:
+            if ready and not kind.watched:
+                return self._watched(kind, args, kwargs)
             if ready:
                 self._observe(kind, args, kwargs)
             return self._first(kind, args, kwargs)
@@ -283,8 +288,45 @@ class Network(StandIn):
 
     # ---- a graph ---------------------------------------------------------------------------------------------------
 
+    def _watched(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
+        """The real call, in eager: what changes something on the host must not run on copies."""
+        state = RegionState(self.module, (args, kwargs))
+        if found := [*state.cannot_restore, *state.may_change, *map(str, state.large)]:
+            self.refuse(f"its forward may change {', '.join([*dict.fromkeys(found)][:3])}")
+            return self._without(args, kwargs)
+        recorder, logs = HostRecorder(self.of.device, self.of.unreadable()), list[str]()
+
+        def call() -> Any:
+            return self._first(kind, args, kwargs)
+
+        def of_weights() -> list[dict[str, int]]:
+            return [{name: id(one) for name, one in vars(weight).items()} for weight in self.module.parameters()]
+
+        before = of_weights()
+        with _noting_logs(self.module, recorder, logs), self._recorded(recorder, call):
+            result = call()
+        if of_weights() != before:
+            logs.append("changes an attribute of a parameter, which a replay would not")
+        if problems := [*recorder.problems, *logs]:
+            self.refuse("; ".join(problems[:3]))
+        kind.watched = True
+        return result
+
+    @contextlib.contextmanager
+    def _recorded(self, recorder: HostRecorder, call: Callable[..., Any]) -> Iterator[None]:
+        """Inside, what ``call`` reads on the host is recorded; nothing runs compiled."""
+        name = f"{self.path}." if self.path else "self."
+        with (
+            self.of.without_regions(),
+            torch.compiler.set_stance("force_eager"),
+            as_capturing(),
+            recorder.recording(self.module, entry=call.__code__, name=name),
+        ):
+            yield
+
     def _observe(self, kind: _Kind, args: Any, kwargs: Any) -> None:
         """Note what the call reads on the host; capture comes with the next one."""
+        kind.watched = False  # of another state on the host
         kind.changes += 1
         if kind.changes > MAX_CHANGES and kind.replays < MIN_REPLAYS * kind.changes:
             change = kind.variants[-1].change() if kind.variants else None
@@ -292,12 +334,6 @@ class Network(StandIn):
             return
         with self.of.looking(self):
             state = RegionState(self.module, (args, kwargs))
-            if state.cannot_restore:
-                self.refuse(f"its forward may use up {', '.join([*dict.fromkeys(state.cannot_restore)][:3])}")
-                return
-            if state.large:
-                self.refuse(f"its forward reaches {state.large[0]}, too large to be copied")
-                return
             try:
                 host, problems = self._observed(kind, args, kwargs)
             except Exception as error:
@@ -317,7 +353,6 @@ class Network(StandIn):
             return HostState(), problems
         args, kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
         recorder = HostRecorder(of.device, of.unreadable())
-        logs: list[str] = []
 
         def call() -> None:
             outputs = [one for one in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(one, Tensor)]
@@ -327,17 +362,10 @@ class Network(StandIn):
             if wanted and of_grad:
                 torch.autograd.grad(wanted, of_grad, [torch.ones_like(one) for one in wanted], allow_unused=True)
 
-        with (
-            of.without_regions(),
-            torch.compiler.set_stance("force_eager"),
-            as_capturing(),
-            torch.autograd.set_multithreading_enabled(False),
-            without_hooks(module),
-            _noting_logs(module, logs),
-            recorder.recording(module, entry=call.__code__, name=f"{self.path}." if self.path else "self."),
-        ):
+        multithreading = torch.autograd.set_multithreading_enabled(False)
+        with multithreading, without_hooks(module), self._recorded(recorder, call):
             call()
-        return recorder.state(), [*recorder.problems, *logs]
+        return recorder.state(), list(recorder.problems)
 
     def _prove(self, kind: _Kind, variant: _Variant, lane: _Lane, args: Any, kwargs: Any) -> None:
         """Compare the graph for this call with the call without it, on copies; capture it first where there is none."""
@@ -892,17 +920,22 @@ def _backward_hooks(module: nn.Module) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _noting_logs(module: nn.Module, found: list[str]) -> Iterator[None]:
-    """Inside, ``log`` of a LightningModule logs nothing, and is noted: a replay would not log."""
+def _noting_logs(module: nn.Module, recorder: HostRecorder, found: list[str]) -> Iterator[None]:
+    """Inside, a LightningModule logs as ever, and that is noted: a replay would not."""
     logging = [one for one in module.modules() if hasattr(type(one), "log_dict") and hasattr(one, "training_step")]
 
-    def note(*_: Any, **__: Any) -> None:
-        found[:] = ["its forward logs, which a replay would not"]
+    def noted(log: Callable[..., Any]) -> Callable[..., Any]:
+        def logs(*arguments: Any, **named: Any) -> Any:
+            found[:] = ["its forward logs, which a replay would not"]
+            with recorder.quiet():
+                return log(*arguments, **named)
+
+        return logs
 
     before = [(one, name, vars(one).get(name)) for one in logging for name in ("log", "log_dict")]
     try:
         for one, name, _ in before:
-            vars(one)[name] = note
+            vars(one)[name] = noted(getattr(one, name))
         yield
     finally:
         for one, name, own in before:

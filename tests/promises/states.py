@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, apart, train, vectors
+from tests.trainer.recording import RecordedNetwork
 
 Advance = Callable[[Any], float]
 """Given the module that owns it: advances the state by one and returns a number that says how far it is."""
@@ -935,6 +936,7 @@ def train_with(name: str, place: str, strategies: list[Strategy] | None) -> tupl
 STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
     "regional": lambda: [Regional(backend="eager")],
     "whole": lambda: [Whole(backend="eager")],
+    "network": lambda: [RecordedNetwork()],
 }
 
 

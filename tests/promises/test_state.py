@@ -25,7 +25,9 @@ def test_validations_and_hooks_advance_it_as_often_as_eager(name: str, place: st
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in OF_THE_TRAINING])
-@pytest.mark.parametrize("strategy", ["regional", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["regional", *(pytest.param(one, marks=pytest.mark.slow) for one in ("whole", "network"))]
+)
 def test_a_block_that_is_checked_advances_it_as_often_as_eager(name: str, strategy: str) -> None:
     assert difference(name, "block", strategy) is None
 

@@ -19,7 +19,7 @@ from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import RecordedNetwork, RecordedStepOrNetwork
 from trainer.callback import Compile
 
-STEPS = 12
+STEPS = 16
 
 
 class Drops(nn.Module):
