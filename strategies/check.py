@@ -140,9 +140,7 @@ def check_call(
                 runs, compiled, unit, multiple, whole=whole, draws_alike=draws_alike, aligned=drew_as_inductor
             )
 
-    torch.clear_autocast_cache()  # casts made here belong to no graph of the step
-    hooks = _take_saved_tensors_hooks()
-    try:
+    def look() -> Outcome:
         outcome = asked()
         if not outcome.finite and outcome.error is None and not outcome.wrong:
             # What is no number in the weights hides whether compiled code brought it there.
@@ -152,6 +150,16 @@ def check_call(
         if written := written_to(state.large):
             return Outcome(skipped=written)
         return outcome
+
+    return _beside_the_step(state, look)
+
+
+def _beside_the_step(state: RegionState, look: Callable[[], Outcome]) -> Outcome:
+    """What ``look`` finds by further runs, of which nothing is left; skipped where memory does not suffice."""
+    torch.clear_autocast_cache()  # casts made here belong to no graph of the step
+    hooks = _take_saved_tensors_hooks()
+    try:
+        return look()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -188,9 +196,8 @@ def same_call(
     if state.cannot_restore:
         return Outcome(skipped=f"its forward may use up {', '.join([*dict.fromkeys(state.cannot_restore)][:3])}")
     runs = _Runs(module, args, kwargs, state)
-    hooks = _take_saved_tensors_hooks()
-    torch.clear_autocast_cache()
-    try:
+
+    def look() -> Outcome:
         expected, seen = runs.run(call), runs.run(other)
         outcome = Outcome(reached=expected.reached, finite=expected.finite, how="equal")
         if not _equal(expected, seen):
@@ -198,15 +205,8 @@ def same_call(
             found = _differences(expected, seen, exact, unit, multiple)
             outcome.differences = runs.by_more_noise(found, expected, seen, unit, multiple, call=call)
         return outcome
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return Outcome(skipped="there is too little memory to run it twice")
-    finally:
-        state.restore()
-        torch.clear_autocast_cache()
-        for pack, unpack in hooks:
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    return _beside_the_step(state, look)
 
 
 def _equal(first: _Run, second: _Run) -> bool:
@@ -630,7 +630,7 @@ def _copied(
 
     def copy(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            made = _clone(tensor.detach())
+            made = clone(tensor.detach())
             if made.is_floating_point():
                 if finite:
                     made = _as_numbers(made)
@@ -644,7 +644,7 @@ def _copied(
                 made.requires_grad_()
             named[f"input {len(named)}"] = made
             # What was computed may be written to in place, and a leaf that wants gradients may not.
-            copies[id(tensor)] = made if tensor.is_leaf else _clone(made)
+            copies[id(tensor)] = made if tensor.is_leaf else clone(made)
             versions[f"input {len(versions)}"] = copies[id(tensor)], _version(copies[id(tensor)])
         return copies[id(tensor)]
 
@@ -655,7 +655,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _clone(tensor: Tensor) -> Tensor:
+def clone(tensor: Tensor) -> Tensor:
     """A copy with the same strides: a compiler guards on them."""
     made = tensor.clone()
     if tensor.layout is torch.strided and made.stride() != tensor.stride() and type(tensor) is Tensor:
@@ -688,16 +688,23 @@ def _taken_apart(result: Any) -> tuple[dict[str, Tensor], list[Any]]:
 def _reached(output: Tensor, parameters: Tensors) -> frozenset[str]:
     """Names of the parameters that the gradient of ``output`` gets to."""
     names = {id(one): name for name, one in parameters.items()}
-    waiting, seen, found = [output.grad_fn], set(), set()
+    return frozenset(names[id(one)] for one in leaves_of([output]) if id(one) in names)
+
+
+def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that the gradients of ``results`` get to, in the order of a walk."""
+    waiting: list[Any] = [one.grad_fn for one in results]
+    seen: set[Any] = set()
+    found: dict[int, Tensor] = {}
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None and id(variable) in names:
-            found.add(names[id(variable)])
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.setdefault(id(variable), variable)
         waiting.extend(one for one, _ in node.next_functions)
-    return frozenset(found)
+    return list(found.values())
 
 
 def _in_half_precision(module: nn.Module) -> bool:

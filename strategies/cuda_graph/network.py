@@ -25,9 +25,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from strategies.base import CannotCapture, holds
-from strategies.check import Outcome, same_call, without_hooks
+from strategies.check import Outcome, clone, leaves_of, same_call, without_hooks
 from strategies.compare import MULTIPLES
-from strategies.cuda_graph.capture import why_not_captured
+from strategies.cuda_graph.capture import (
+    MAX_CHANGES,
+    MAX_DEFERRED,
+    MAX_GRAPHS,
+    MAX_VARIANTS,
+    MIN_REPLAYS,
+    why_not_captured,
+)
 from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.state import EQUAL, HostState
 from strategies.errors import first_line, is_out_of_memory
@@ -41,20 +48,10 @@ if TYPE_CHECKING:
 
 FIRST_CALLS = 2
 """Calls of one kind that run without a graph before one is captured: kernels are loaded, inner regions proven."""
-MAX_GRAPHS = 64
-"""Most kinds of calls that are captured of one module."""
-MAX_VARIANTS = 4
-"""Graphs of one kind that are kept for states on the host which may come back."""
-MAX_CHANGES = 6
-"""States on the host after which a kind of call runs without a graph, unless graphs were replayed in between:"""
-MIN_REPLAYS = 16
-"""replays for each change that make up for capturing again."""
 MAX_LANES = 4
 """Calls of one module that may wait for their backwards at the same time."""
 MAX_NOTES = 3
 """Modules with a graph, and without, that are told of; the record has all."""
-MAX_DEFERRED = 8
-"""Calls that run without a graph until regions within are compared with eager, before an audit leaves that out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -219,8 +216,8 @@ class Network(StandIn):
         if kind.refused or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return self._without(args, kwargs)
         variant = next((each for each in reversed(kind.variants) if each.change() is None), None)
-        ready = kind.calls >= FIRST_CALLS and of.ready
         if variant is None:
+            ready = kind.calls >= FIRST_CALLS and of.ready
             if ready and not kind.watched:
                 return self._watched(kind, args, kwargs)
             if ready:
@@ -239,7 +236,7 @@ class Network(StandIn):
             self._deferred += 1
             return self._first(kind, args, kwargs)
         if graph is None or audit:
-            if graph is not None or ready:
+            if audit or of.ready:
                 self._prove(kind, variant, lane, args, kwargs)
             return self._first(kind, args, kwargs)
         kind.replays += 1
@@ -256,6 +253,8 @@ class Network(StandIn):
         for one in tensors:
             if type(one) not in (Tensor, nn.Parameter) or one.layout is not torch.strided:
                 raise CannotCapture(f"it is called with {type(one).__name__} of layout {one.layout}")
+            if torch._debug_has_internal_overlap(one) == 1:
+                raise CannotCapture("it is called with an expanded tensor, which nothing can be copied into")
             if one.device != self.of.device:
                 raise CannotCapture(f"it is called with a tensor on {one.device}")
         layouts = tuple((one.shape, one.dtype, one.stride(), one.requires_grad) for one in tensors)
@@ -349,7 +348,7 @@ class Network(StandIn):
 
     def _observed(self, kind: _Kind, args: Any, kwargs: Any) -> tuple[HostState, list[str]]:
         module, of = self.module, self.of
-        if problems := list(_backward_hooks(module)):
+        if problems := list(backward_hooks(module)):
             return HostState(), problems
         args, kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
         recorder = HostRecorder(of.device, of.unreadable())
@@ -358,7 +357,7 @@ class Network(StandIn):
             outputs = [one for one in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(one, Tensor)]
             wanted = [one for one in outputs if one.grad_fn is not None]
             inputs = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.is_leaf]
-            of_grad = [one for one in (*inputs, *_leaves(wanted)) if one.requires_grad]
+            of_grad = [one for one in (*inputs, *leaves_of(wanted)) if one.requires_grad]
             if wanted and of_grad:
                 torch.autograd.grad(wanted, of_grad, [torch.ones_like(one) for one in wanted], allow_unused=True)
 
@@ -439,7 +438,7 @@ class Network(StandIn):
             results = [
                 one for one in pytree.tree_leaves(forward()) if isinstance(one, Tensor) and one.grad_fn is not None
             ]
-            of = [one for one in (*inputs, *_leaves(results)) if one.requires_grad]
+            of = [one for one in (*inputs, *leaves_of(results)) if one.requires_grad]
             if results and of:
                 backward(results, [torch.ones_like(one) for one in results], of)
 
@@ -470,14 +469,14 @@ class Network(StandIn):
         every = [graph.outputs[place] for place in graph.differentiable]
         graph.of_inputs = [place for place, one in enumerate(graph.inputs) if one.requires_grad]
         known = {id(one) for one in graph.inputs}
-        graph.weights = [one for one in _leaves(every) if id(one) not in known]
+        graph.weights = [one for one in leaves_of(every) if id(one) not in known]
         if not graph.wanted:
             return
         wanted = [graph.outputs[place] for place in graph.wanted]
         of = [*(graph.inputs[place] for place in graph.of_inputs), *graph.weights]
         graph.reached = [
             frozenset(place for place, one in enumerate(of) if id(one) in found)
-            for found in ({id(leaf) for leaf in _leaves([one])} for one in wanted)
+            for found in ({id(leaf) for leaf in leaves_of([one])} for one in wanted)
         ]
         graph.output_gradients = [torch.zeros_like(one) for one in wanted]
         graph.replay_backward, gradients = self.of.engine.capture(
@@ -876,9 +875,7 @@ def _autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
 
 def _copy(tensor: Tensor) -> Tensor:
     """A leaf with the same numbers and strides."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    made.copy_(tensor.detach())
-    return made.requires_grad_(tensor.requires_grad)
+    return clone(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def _output(value: Any, inputs: Sequence[Tensor]) -> Any:
@@ -897,23 +894,8 @@ def _output(value: Any, inputs: Sequence[Tensor]) -> Any:
     return value
 
 
-def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that the gradients of ``results`` get to, in the order of a walk."""
-    waiting: list[Any] = [one.grad_fn for one in results]
-    seen: set[Any] = set()
-    found: dict[int, Tensor] = {}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            found.setdefault(id(variable), variable)
-        waiting.extend(one for one, _ in node.next_functions)
-    return list(found.values())
-
-
-def _backward_hooks(module: nn.Module) -> Iterator[str]:
+def backward_hooks(module: nn.Module) -> Iterator[str]:
+    """Hooks that run on the host in a backward, in words."""
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             yield f"a backward hook on {path or 'the module'} runs on the host"

@@ -30,6 +30,7 @@ from strategies.cuda_graph.capture import (
     StepGraphs,
 )
 from strategies.cuda_graph.index import IndexWatch
+from strategies.cuda_graph.network import backward_hooks
 from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.repeat import Left, Repeating, tensors_of
 from strategies.cuda_graph.state import HostState, Value, named
@@ -461,9 +462,7 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def _hooks(module: nn.Module) -> Iterator[str]:
     """Hooks that run on the host in a backward, as often as a step runs in Python."""
-    for path, submodule in module.named_modules():
-        if submodule._backward_hooks or submodule._backward_pre_hooks:
-            yield f"a backward hook on {path or 'the module'} runs on the host"
+    yield from backward_hooks(module)
     for path, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield f"a hook on the parameter {path} runs on the host"
