@@ -401,7 +401,7 @@ class _Runs:
         after = random_state()
         self.drew = drew_random_numbers(before, after)
         self.ended = b"".join(one.numpy().tobytes() for one in (after[2], *after[3]))
-        changed = {name: one for name, (one, version) in versions.items() if _version(one) != version}
+        changed = {name: one for name, (one, version) in versions.items() if version_of(one) != version}
         written = {name: one.detach().clone() for name, one in changed.items()}
         outputs = {name: one.detach().clone() for name, one in tensors.items()}
         gradients, input_gradients, reached = self._backward(tensors, inputs)
@@ -645,13 +645,13 @@ def _copied(
             named[f"input {len(named)}"] = made
             # What was computed may be written to in place, and a leaf that wants gradients may not.
             copies[id(tensor)] = made if tensor.is_leaf else clone(made)
-            versions[f"input {len(versions)}"] = copies[id(tensor)], _version(copies[id(tensor)])
+            versions[f"input {len(versions)}"] = copies[id(tensor)], version_of(copies[id(tensor)])
         return copies[id(tensor)]
 
     return pytree.tree_map_only(Tensor, copy, given), named, versions
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from strategies.base import CannotCapture, holds
-from strategies.check import Outcome, clone, leaves_of, same_call, without_hooks
+from strategies.check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
 from strategies.compare import MULTIPLES
 from strategies.cuda_graph.capture import (
     MAX_CHANGES,
@@ -446,9 +446,9 @@ class Network(StandIn):
         try:
             engine.eager(both)  # on the stream of the capture
             state.restore()
-            versions = [one._version for one in inputs]
+            versions = [version_of(one) for one in inputs]
             replay_forward, results = engine.capture(forward, lane.pool)
-            if [one._version for one in inputs] != versions:
+            if [version_of(one) for one in inputs] != versions:
                 raise CannotCapture("its forward writes to its inputs")
             outputs, result_tree = pytree.tree_flatten(results)
             graph = CallGraph(replay_forward, inputs, [], result_tree, [])

@@ -223,7 +223,7 @@ class Gan(Plain):
 
 
 def trained(
-    kind: type[Plain], *strategies: Strategy, steps: int = STEPS, **options: Any
+    kind: type[Plain], *strategies: Strategy, steps: int = STEPS, validated_on: Any = None, **options: Any
 ) -> tuple[list[float], Plain, Compile]:
     """Losses of each batch, the module, and what captured it."""
     L.seed_everything(0, verbose=False)
@@ -237,7 +237,9 @@ def trained(
     compile_ = Compile(strategies, save=False, verbose=False)
     module = kind()
     data = DataLoader(TensorDataset(torch.randn(80, 8), torch.randn(80, 1)), batch_size=4)
-    quiet_trainer(callbacks=[Losses(), compile_], max_steps=steps, logger=False, **options).fit(module, data)
+    quiet_trainer(callbacks=[Losses(), compile_], max_steps=steps, logger=False, **options).fit(
+        module, data, validated_on
+    )
     return seen, module, compile_
 
 
@@ -276,6 +278,30 @@ def test_losses_and_weights_are_eagers_to_the_last_bit(name: str) -> None:
     else:
         assert any(refused in one for one in facts["without_a_graph"]), facts
     assert all(one._compiled_call_impl is None for one in module.modules())
+
+
+class Validated(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.inference_mode():
+            self.log("val_loss", self.loss(*batch))
+
+
+def test_validations_have_graphs_of_their_own() -> None:
+    """In inference mode, whose tensors have no version."""
+    data = DataLoader(TensorDataset(torch.randn(12, 8), torch.randn(12, 1)), batch_size=4)
+    options: dict[str, Any] = {"val_check_interval": 2, "limit_val_batches": 3}
+
+    def run(*strategies: Strategy) -> tuple[list[float], Any]:
+        seen, module, compile_ = trained(Validated, *strategies, validated_on=data, **options)
+        return [*seen, float(module.trainer.callback_metrics["val_loss"])], compile_.record.report.get("recorded")
+
+    expected, _ = run()
+    seen, facts = run(RecordedNetwork())
+    assert seen == expected
+    assert facts["without_a_graph"] == []
+    (net,) = facts["networks"]
+    assert net["graphs"] == 2
+    assert net["replays"] > STEPS
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
