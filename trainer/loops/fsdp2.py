@@ -30,6 +30,7 @@ from strategies import Program
 from strategies.regions import expand_blocks, find_containers, never_called
 from trainer.loops.checkpoint_io import ShardedCheckpoints
 from trainer.loops.processes import UNKNOWN, Agreement
+from trainer.loops.shards import clip_by_norm, step_on_shards
 from trainer.loops.training import CompiledTraining
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -105,6 +106,21 @@ class FSDP2(ShardedCheckpoints):
             self.setup_optimizers(trainer)
             self._agreement = Agreement() if trainer.world_size > 1 else None
         self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            step_on_shards(optimizer)
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin: Any = self.precision_plugin
+
+        def clip_grad_by_norm(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+            if clip_by_norm(plugin.main_params(optimizer), clip_val) is None:
+                type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
+
+        plugin.clip_grad_by_norm = clip_grad_by_norm
 
     def on_train_end(self) -> None:
         super().on_train_end()
