@@ -28,12 +28,11 @@ from trainer.checkpoint_files import DIRECTORY
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.processes import DDP
-from trainer.loops.watch import watch_others
 from trainer.process import start_others
 from trainer.settings import Config, TrainerConfig
 from trainer.sweep.environment import launched
 from trainer.telemetry.meter import Counts
-from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
 
 
@@ -139,11 +138,10 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
 
 
 def start_processes(trainer: L.Trainer, run_dir: Path) -> None:
-    """Start the others where Lightning is about to run the command again, and see to them until they train."""
+    """Start the others where Lightning is about to run the command again."""
     launcher: Any = trainer.strategy.launcher
     if hasattr(launcher, "procs") and not launcher.cluster_environment.creates_processes_externally:
         start_others(trainer.num_devices - 1, run_dir)
-    watch_others(run_dir / FILE_NAME)
 
 
 class RunLogger(TensorBoardLogger):

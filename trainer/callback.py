@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -20,17 +20,15 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.nn.parameter import is_lazy
 
 from trainer.guards import CompiledNothing, CompileFailed, ParityError
+from trainer.loops.alike import code_of, compare_facts
+from trainer.loops.failures import STILL_SECONDS, Deadline, Failures
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.logs import Logs
 from trainer.loops.private import kinds, replaced
 from trainer.loops.processes import EpochEnds, SigtermAgreement, epoch_ends
 from trainer.loops.training import CompiledTraining
 from trainer.telemetry.files import flat
-from trainer.telemetry.record import FILE_NAME
 from trainer.words import speaking_python
-
-if TYPE_CHECKING:
-    from trainer.loops.watch import Watch
 
 __all__ = ["Compile", "CompileFailed", "CompiledNothing", "ParityError"]
 
@@ -62,7 +60,9 @@ class Compile(CompiledTraining, L.Callback):
         CompiledNothing, CompileFailed, ParityError, RecompileError: Where an option asks for it.
     """
 
-    watch: Watch | None = None
+    failures: Failures | None = None
+    """Of the processes that train together."""
+    _deadline: Deadline | None = None
     _epoch_ends: EpochEnds | None = None
     _sigterm: SigtermAgreement | None = None
     failed_by: BaseException | None = None
@@ -80,7 +80,7 @@ class Compile(CompiledTraining, L.Callback):
                 "a Trainer takes one Compile callback: give it all strategies, Compile([Regional(), Cached()])"
             )
         if trainer.world_size > 1:
-            self._watch_over_processes(trainer, pl_module)
+            self._compare_processes(trainer, pl_module)
             if stage == "fit":  # under an owner too, whose own handlers come with the first step
                 self._sigterm = SigtermAgreement(trainer)
         # Before weights are sharded or wrapped, Lightning has no hook of a callback that comes after those two.
@@ -114,15 +114,14 @@ class Compile(CompiledTraining, L.Callback):
         """Model, optimizer and restored state are in place."""
         if trainer.world_size > 1:
             self._epoch_ends = epoch_ends(trainer)
-        self._keep_record(trainer)
         self.begin(LightningLoop(trainer), logs_of(trainer))
-        self._keep_record(trainer)  # in a script it has a place only now
+        self._deadline = Deadline(trainer.global_rank, self._device_seconds(trainer))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.watch is not None:
-            self.watch.check()
+        if self._deadline is not None:
+            self._deadline.batch_begins(trainer.global_step)
         if self._epoch_ends is not None:
             self._epoch_ends.batch_begins()
         self.batch_begins(batch)
@@ -134,6 +133,8 @@ class Compile(CompiledTraining, L.Callback):
             self._epoch_ends.batch_ends()
         # Automatic optimization hands over {"loss": <detached clone divided by the micro-batches of a step>}.
         self.batch_ends(outputs.get("loss") if isinstance(outputs, dict) else outputs, batch)
+        if self._deadline is not None:
+            self._deadline.batch_ends()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._epoch_ends is not None:
@@ -152,8 +153,8 @@ class Compile(CompiledTraining, L.Callback):
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self.watch is not None:
-            self.watch.check()
+        if self._deadline is not None:
+            self._deadline.batch_begins(trainer.global_step)
         self.evaluation_begins(batch)
 
     on_test_batch_start = on_validation_batch_start
@@ -177,25 +178,30 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The training has failed; Lightning calls no teardown then."""
-        if self.watch is not None:
-            self.failed_by = self.watch.failed(exception)
-        elif trainer.world_size > 1:
-            from trainer.loops.watch import behind
-
-            self.failed_by = behind(exception)
-        else:
-            self.failed_by = exception
+        self.failed_by = exception if self.failures is None else self.failures.behind(exception)
+        self._end_deadline()
         self.fail(self.failed_by)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.close()
-        if self.watch is not None and self._own is not None:  # else its owner says when
-            self.watch.end()
+        self._end_deadline()
 
-    def _watch_over_processes(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Begin to watch the other processes. Raises ValueError where they are not like this one."""
-        from trainer.loops.watch import code_of, watch
+    def _end_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.end()
+            self._deadline = None
 
+    def _device_seconds(self, trainer: L.Trainer) -> float | None:
+        """How long the device may work on one batch, where nothing else sees to that: as long as the group waits."""
+        assert self.program is not None
+        captures = trainer.world_size > 1 and any(one.captures_step for one in self.program.strategies)
+        if not captures or trainer.strategy.root_device.type != "cuda":
+            return None
+        timeout: Any = getattr(trainer.strategy, "_timeout", None)
+        return STILL_SECONDS if timeout is None else timeout.total_seconds()
+
+    def _compare_processes(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Raises ValueError, in all processes alike, where they are not."""
         facts = {
             "torch": str(torch.__version__),
             "Lightning": L.__version__,
@@ -205,12 +211,8 @@ class Compile(CompiledTraining, L.Callback):
             # Not paths, which may lead to a disk of each host's own.
             **{name: str(value) for name, value in flat(self.record.config) if "/" not in str(value)},
         }
-        self.watch = watch(trainer.global_rank, facts, trainer.strategy.launcher)
-
-    def _keep_record(self, trainer: L.Trainer) -> None:
-        folder = Path(trainer.default_root_dir) if self._own is None else self._own.directory
-        if self.watch is not None and folder is not None and trainer.is_global_zero:
-            self.watch.keep(folder / FILE_NAME)
+        self.failures = Failures(trainer.global_rank)
+        compare_facts(trainer.global_rank, facts)
 
 
 def logs_of(trainer: L.Trainer) -> Logs:

@@ -15,6 +15,7 @@ from trainer.callback import Compile
 from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, opened
 from trainer.console import ProgressView, announce
+from trainer.loops.failures import Started
 from trainer.loops.lightning import LightningLoop
 from trainer.process import StopRequest
 from trainer.settings import Config
@@ -28,6 +29,7 @@ class Job:
     def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
         self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
         self._compile: Compile | None = None
+        self._started: Started | None = None
 
     @property
     def started(self) -> bool:
@@ -38,10 +40,14 @@ class Job:
         return error if self._compile is None or self._compile.failed_by is None else self._compile.failed_by
 
     def leave(self) -> None:
-        """Wait until the other processes have ended as well. Raises RankFailed where one of them fails at that."""
-        if self._compile is not None and (watch := self._compile.watch) is not None:
-            watch.end()
-            watch.wait()
+        """Wait until the processes started here have ended as well. Raises RankFailed where one fails at that."""
+        if self._started is not None:
+            self._started.wait()
+
+    def end(self) -> None:
+        """This process ends by itself, in whatever way."""
+        if self._started is not None:
+            self._started.end()
 
     def close_pages(self, summary: dict[str, str]) -> None:
         """Write the last TensorBoard pages, if it came so far."""
@@ -59,6 +65,7 @@ class Job:
         checkpoints = Checkpoints(self._run_dir, every_n_steps=every, stop=stop, losses=losses)
         trainer = build_trainer(config, self._run_dir, [Resuming(record.notes, saved), compile_, checkpoints])
         start_processes(trainer, self._run_dir)
+        self._started = Started(self._run_dir, lambda: None if compile_.failures is None else compile_.failures.left())
         note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
         steps = settings.max_steps

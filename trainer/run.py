@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import os
-import signal
 import socket
 import time
 import traceback
@@ -26,15 +25,15 @@ from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import NonFiniteLoss
 from trainer.console import ERROR_LOG, print_end, shown
 from trainer.job import Job
-from trainer.loops.sentinel import AND_SO, Record, Sentinel
-from trainer.loops.watch import RankFailed, name_of, until_watched
-from trainer.process import Interrupted, StopRequest, process_settings, signal_at_end_of_parent, undisturbed
+from trainer.loops.alike import name_of
+from trainer.loops.failures import AND_SO, RankFailed, fail_record
+from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.script import conclude
 from trainer.settings import Config, Peer
 from trainer.sweep.environment import Launch, described, launched
 from trainer.sweep.folders import claim, is_first_process, put_back, release
 from trainer.telemetry import hardware
-from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.telemetry.record import RunRecord
 from trainer.telemetry.source import raised_at
 
 OTHERS_LOG = "error.rank*.log"
@@ -77,12 +76,6 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         run_dir = joined(launch, config, record, run_dir)
     job = _job(config, record, run_dir, console)
     replaced = claim(record, run_dir, str(run_dir) if record.restarts else config.resume) if first else None
-    keeper = None
-    if launch is None and not first:
-        signal_at_end_of_parent(signal.SIGKILL)
-        until_watched.append(functools.partial(signal_at_end_of_parent, 0))
-    elif launch is not None or config.trainer.devices not in (None, 1):
-        keeper = _keeper(run_dir / FILE_NAME)
     stop, refused = StopRequest(console.print), False
     ended: SystemExit | None = None
     try:
@@ -94,7 +87,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     except Interrupted as interrupted:
         stop_compiling()
         record.status, record.signal, record.reason = "interrupted", interrupted.signum, str(interrupted)
-        with contextlib.suppress(ValueError):  # torchrun stops all where one has died, which its sentinel has written
+        with contextlib.suppress(ValueError):  # torchrun stops all where one has failed, which that has written
             if launch is not None and (theirs := RunRecord.load(run_dir)).status == "failed":
                 record.status, record.reason = theirs.status, f"{theirs.reason}{AND_SO}"
     except Exception as error:
@@ -120,12 +113,11 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
         record.status, record.reason = "failed", one_line(error)
         raise
     finally:
+        job.end()
         with undisturbed():
             conclude(record, run_dir if first and not refused else None, console, close_pages=job.close_pages)
             if refused and first:
                 put_back(replaced, run_dir)
-            if keeper is not None:
-                keeper.end()
     print_end(console, record, run_dir, full=config.trainer.summary == "full")
     for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
         if log.stat().st_mtime >= began:  # else of an earlier start
@@ -133,20 +125,6 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     if ended is not None:
         raise ended
     return record
-
-
-def _keeper(file: Path) -> Sentinel | None:
-    """What writes into the record in ``file`` that this process was killed; of those after the first one, while nobody
-    watches over them."""
-    rank = int(getattr(rank_zero_only, "rank", 0) or 0)
-    try:
-        sentinel = Sentinel(rank, {rank: name_of(rank)}, {})
-    except OSError:  # a full process table
-        return None
-    sentinel.send(record=str(file.absolute()))
-    if rank:
-        until_watched.append(sentinel.end)
-    return sentinel
 
 
 def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> Job:
@@ -167,7 +145,7 @@ def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch
             return
         rank = rank_zero_only.rank  # type: ignore[attr-defined]
         log = OTHERS_LOG.replace("*", str(rank))
-        Record(str(run_dir / FILE_NAME)).end(f"rank {name_of(rank)}: {one_line(cause)}")  # if nobody is there to hear
+        fail_record(run_dir, f"rank {name_of(rank)}: {one_line(cause)}")  # the first one may be killed with this one
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         text = "".join(traceback.format_exception(error))

@@ -91,4 +91,5 @@ class CudaGraph(Strategy):
             program.notes.append("cuda_graph: no step was captured")
         if program.network is not None:
             program.network.close()
+        program.step.forget()  # a process group that a graph holds cannot be taken down, and its process not end
         program.step = program.network = None

@@ -890,29 +890,28 @@ def _fresh_weights(module: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
     that forward. A backward that comes to it in a capture would wait for that stream, which CUDA forbids: of a GAN's
     critic, called three times before its losses are let go, no backward could be captured.
     """
-    fresh: dict[Tensor, Tensor] = {}
-    put_back: list[tuple[nn.Module, str, Tensor]] = []
+    fresh: dict[Tensor, nn.Parameter] = {}
+    of: list[tuple[nn.Module, str, nn.Parameter]] = []
 
-    def put(part: nn.Module, name: str, weight: Tensor) -> None:
+    def put(part: nn.Module, name: str, weight: nn.Parameter) -> None:
         if isinstance(part, nn.RNNBase):
             setattr(part, name, weight)  # it has a list of them beside
         else:
-            part._parameters[name] = weight  # type: ignore[assignment]
+            part._parameters[name] = weight
 
-    try:
-        for part in module.modules():
-            for name, weight in part._parameters.items():
-                if type(weight) is not nn.Parameter or not weight.requires_grad:
-                    continue
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if type(weight) is nn.Parameter and weight.requires_grad:
+                of.append((part, name, weight))
                 if weight not in fresh:
                     fresh[weight] = nn.Parameter(weight.detach())
                     vars(fresh[weight]).update(vars(weight))
-                put_back.append((part, name, weight))
-        for part, name, weight in put_back:
+    try:
+        for part, name, weight in of:
             put(part, name, fresh[weight])
         yield {one: weight for weight, one in fresh.items()}
     finally:
-        for part, name, weight in put_back:
+        for part, name, weight in of:
             put(part, name, weight)
 
 

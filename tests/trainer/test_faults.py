@@ -1,12 +1,12 @@
-"""Faults planted in one of two processes: each ends both soon, in a line that names it, or both go on alike."""
+"""Faults planted in one of two processes: the other says which one failed and by what, or both go on alike."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -20,33 +20,25 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from strategies import Regional
-from tasks.micro.task import Micro
 from tasks.module import ScoredModule
 from tests.conftest import ROOT
-from tests.processes import Pair, RanksFailed, command_on_a_rank
+from tests.processes import Pair, RanksFailed
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from tests.trainer.runs import train
+from trainer import process
 from trainer.callback import Compile
-from trainer.loops import sentinel, watch
+from trainer.loops import alike, failures
 from trainer.telemetry.record import RunRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two_processes")]
 
 STEPS = 6
-GRACE_SECONDS = 2.0
-"""Where it is waited for."""
 RANK_1 = r"rank 1 \(.+, pid \d+\): "
 AND_SO = r"; this process ends with it$"
-
-
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.05)
 
 
 class Faulty(Blocks):
@@ -112,8 +104,6 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     backends.register()
     rank = int(os.environ["RANK"])
     torch._dynamo.reset()
-    if "stays" in fault or fault == "slow":
-        sentinel.GRACE_SECONDS = GRACE_SECONDS
     L.seed_everything(0, verbose=False)
     module, options = Faulty(), dict[str, Any]()
     data = Data(torch.randn(64, 8), torch.randn(64, 1))
@@ -121,8 +111,8 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     compile_: dict[str, Any] = {"strategies": [Regional(backend="eager")]}
     if rank == 1:
         plant(fault, module, data, compile_)
-    if (rank, fault) == (1, "slow"):
-        module.plant("training_step", once(lambda: time.sleep(2 * GRACE_SECONDS)))
+    if fault == "handled":
+        module.plant("training_step", fail(RuntimeError("planted")))
     if fault == "worker":
         loader = DataLoader(data, batch_size=4, num_workers=1)
     if fault == "fewer batches":
@@ -140,8 +130,6 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     if fault == "on_train_epoch_end":
         options = {"max_steps": 12}  # which is in the second epoch, so that the other process is still there
     compiled = Compile(**compile_, verbose=False)
-    if (rank, fault) == (1, "no sentinel"):
-        module.plant("training_step", once(lambda: compiled.watch and compiled.watch._sentinel._process.kill()))
     trainer = quiet_trainer(
         enable_checkpointing=True,
         **{"max_steps": STEPS, **options},
@@ -162,10 +150,11 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     record = compiled.record
     facts = {"error": error, "status": record.status, "reason": record.reason, "steps": trainer.global_step}
     weights = [float(one.detach().double().sum()) for one in module.parameters()]
-    if error is not None and "stays" not in fault:
+    if fault == "handled":
+        time.sleep(2 * rank)  # what a script does then takes as long as it takes
+    elif error is not None:
         (folder / f"{rank}.json").write_text(json.dumps(facts))
         os._exit(1)  # as a script does that does not catch it
-    time.sleep(1000 if "stays" in fault else 0)
     return {**facts, "weights": weights}
 
 
@@ -178,19 +167,17 @@ def plant(fault: str, module: Faulty, data: Data, compile_: dict[str, Any]) -> N
     plans: dict[str, Callable[[], None]] = {
         "setup": lambda: module.plant("setup", fail(planted), step=0),
         "training_step": lambda: module.plant("training_step", fail(planted)),
-        "training_step, stays": lambda: module.plant("training_step", fail(planted)),
         "validation_step": lambda: module.plant("validation_step", fail(torch.OutOfMemoryError("planted"))),
         "on_save_checkpoint": lambda: module.plant("on_save_checkpoint", fail(planted)),
         "on_train_epoch_end": lambda: module.plant("on_train_epoch_end", fail(planted)),
-        "teardown": lambda: module.plant("teardown", fail(planted)),
         "sys.exit": lambda: module.plant("training_step", fail(SystemExit(3))),
         "killed within a step": lambda: module.plant("on_after_backward", kill(signal.SIGKILL)),
-        "killed at once": lambda: module.plant("setup", kill(signal.SIGKILL), step=0),
         "os._exit": lambda: module.plant("training_step", lambda: os._exit(0)),
         "other torch": lambda: setattr(torch, "__version__", "2.0.1"),
         "other module": lambda: setattr(module, "more", torch.nn.Linear(2, 2)),
-        "other code": lambda: setattr(watch, "checksum", lambda *files: "00000000"),
+        "other code": lambda: setattr(alike, "checksum", lambda *files: "00000000"),
         "worker": lambda: setattr(data, "act", fail(planted)),
+        "slow": lambda: module.plant("training_step", once(lambda: time.sleep(4))),
     }
     plans.get(fault, lambda: None)()
 
@@ -203,31 +190,41 @@ ENDS = {
     "on_train_epoch_end": "RuntimeError: planted",
     "worker": "RuntimeError: planted",
     "sys.exit": "SystemExit: 3",
-    "killed within a step": "ended without a word",
-    "killed at once": "ended without a word",
-    "os._exit": "ended without a word",
     "no batches of an unknown number": "ValueError: rank 1 has no batch in epoch 0",
     "no batches": "RuntimeError: `DataLoader` within local rank has zero length.*",
 }
 """What the other process says of rank 1, by fault."""
 
 
+def reason(fault: str, pair: Pair, folder: Path) -> str:
+    """Why rank 0 ended."""
+    with pytest.raises(RanksFailed):
+        pair(trained, fault, folder)
+    said: str = json.loads((folder / "0.json").read_text())["reason"]
+    return said
+
+
 @pytest.mark.parametrize("fault", ENDS)
-def test_both_end_with_the_reason_of_the_one(fault: str, pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed) as failed:
-        pair(trained, fault, tmp_path)
-    written = tmp_path / "0.json"
-    # Where it stood still, it was ended there, and has printed why.
-    said = json.loads(written.read_text())["reason"] if written.exists() else str(failed.value)
-    assert re.search(RANK_1 + ENDS[fault] + AND_SO, said, re.MULTILINE), f"{said}\n{failed.value}"
+def test_the_other_one_says_who_failed_and_by_what(fault: str, pair: Pair, tmp_path: Path) -> None:
+    assert re.fullmatch("RankFailed: " + RANK_1 + ENDS[fault] + AND_SO, reason(fault, pair, tmp_path))
+
+
+@pytest.mark.parametrize("fault", ["killed within a step", "os._exit"])
+def test_who_died_without_a_word_is_a_broken_connection(fault: str, pair: Pair, tmp_path: Path) -> None:
+    assert failures.CONSEQUENCE.search(reason(fault, pair, tmp_path))
 
 
 def test_both_go_on_alike(pair: Pair, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    faults = ["fewer batches", "another length", "no sentinel", "slow"]  # which alone shortens the time of grace
+    # An error that the script handles first: what follows trains in the same group.
+    faults = ["handled", "fewer batches", "another length", "slow"]
     first, second = pair(trained_in_turn, faults, tmp_path)
     for fault in faults:
         one, other = first[fault], second[fault]
         with subtests.test(fault=fault):
+            if fault == "handled":
+                assert one["error"] == other["error"] == "RuntimeError: planted"
+                assert one["reason"] == other["reason"] == "RuntimeError: planted"
+                continue
             assert one["error"] is None
             assert (one["steps"], one["weights"]) == (other["steps"], other["weights"]) == (STEPS, one["weights"])
 
@@ -249,74 +246,23 @@ def test_both_refuse_a_process_that_is_unlike(fault: str, what: str, pair: Pair,
     assert re.fullmatch(unlike, one["error"]), one
 
 
-def test_who_stands_still_in_a_collective_is_ended_there(pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match=rf"(?m)^failed: {RANK_1}RuntimeError: planted{AND_SO}"):
-        pair(trained, "training_step, stays", tmp_path)
-    record = RunRecord.load(next(tmp_path.rglob("record.json")))
-    assert record.status == "failed"
-    assert re.search(RANK_1 + "RuntimeError: planted" + AND_SO, record.reason or "")
-
-
-def holding_the_lock(folder: Path) -> None:
-    """The other process dies while this one waits in a call that keeps Python's lock."""
-    module = Faulty()
+def of_the_command(folder: Path) -> None:
+    """Train by the command line; the second process is asked to stop before its first step."""
     if os.environ["RANK"] == "1":
-        module.plant("on_train_batch_start", kill(signal.SIGKILL))
-    else:
-        sentinel.GRACE_SECONDS = GRACE_SECONDS
-        module.plant("on_train_batch_start", lambda: ctypes.PyDLL(None).sleep(1000))
-    data = DataLoader(Data(torch.randn(64, 8), torch.randn(64, 1)), batch_size=4, num_workers=1)
-    compiled = Compile([Regional(backend="eager")], verbose=False, save=False)
-    options: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "default_root_dir": folder}
-    L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=STEPS, callbacks=[compiled], **options).fit(
-        module, data
-    )
-
-
-def test_who_stands_still_with_pythons_lock_is_ended_from_outside(pair: Pair, tmp_path: Path) -> None:
-    died = rf"(?m)^failed: {RANK_1}ended without a word{AND_SO}"
-    with pytest.raises(RanksFailed, match=died):
-        pair(holding_the_lock, tmp_path)
-
-
-def of_the_command(fault: str, folder: Path) -> dict[str, Any]:
-    """Train by the command line with ``fault`` in one process; the record's own words."""
-    one = "0" if fault == "first is killed" else "1"
-    if fault != "teardown":  # where the first process has to come to its own end in that time
-        sentinel.GRACE_SECONDS = GRACE_SECONDS
-    hooks: dict[str, tuple[str, Callable[[], Any]]] = {
-        "first is killed": ("on_after_backward", kill(signal.SIGKILL)),
-        "teardown": ("teardown", fail(RuntimeError("planted"))),
-        "signal": ("on_train_batch_start", kill(signal.SIGTERM)),
-    }
-    hook, act = hooks[fault]
-    if os.environ["RANK"] == one:
-        setattr(ScoredModule, hook, lambda *_, **__: act())
-    record = train(folder / "run", "trainer.devices=2", "trainer.max_steps=5")
-    return {"status": record.status, "reason": record.reason, "signal": record.signal}
-
-
-def test_a_process_that_fails_at_the_end_is_not_overlooked(pair: Pair, tmp_path: Path) -> None:
-    one, other = pair(of_the_command, "teardown", tmp_path)
-    assert (one["status"], other["status"], other["reason"]) == ("failed", "failed", "RuntimeError: planted")
-    assert re.search(RANK_1 + "RuntimeError: planted" + AND_SO, one["reason"])
+        ScoredModule.on_train_batch_start = lambda *_, **__: kill(signal.SIGTERM)()  # type: ignore[method-assign,assignment]
+    train(folder / "run", "trainer.devices=2", "trainer.max_steps=5")
+    os._exit(1)  # as the command does
 
 
 def test_a_signal_to_one_before_its_first_step_is_an_interruption_of_all(pair: Pair, tmp_path: Path) -> None:
-    interrupted = rf"{RANK_1}Interrupted: SIGTERM{AND_SO}"
-    with contextlib.suppress(RanksFailed):  # where the first one was ended while it waited for the second one
-        pair(of_the_command, "signal", tmp_path)
+    with contextlib.suppress(RanksFailed):
+        pair(of_the_command, tmp_path)
     record = RunRecord.load(tmp_path / "run")
     assert (record.status, record.signal) == ("interrupted", signal.SIGTERM)
-    assert re.search(interrupted, record.reason or "")
+    assert re.fullmatch(rf"RankFailed: {RANK_1}Interrupted: SIGTERM{AND_SO}", record.reason or "")
 
 
-def test_where_the_first_process_is_dead_its_sentinel_writes_the_record(pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed):
-        pair(of_the_command, "first is killed", tmp_path)
-    record = RunRecord.load(tmp_path / "run")
-    assert record.status == "failed"
-    assert re.fullmatch(r"rank 0 \(.+\): ended without a word", record.reason or "")
+# ---- processes that the command has started --------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(240)
@@ -327,9 +273,10 @@ def test_the_record_of_a_run_whose_started_process_is_killed_before_it_trains_sa
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
     assert done.returncode
-    record = RunRecord.load(tmp_path / "run")  # the sentinel, too, has ended: it holds the same stderr
+    record = RunRecord.load(tmp_path / "run")
     assert record.status == "failed", done.stderr
-    assert re.search(rf"^{RANK_1}killed by SIGKILL{AND_SO}", record.reason or "")
+    assert re.fullmatch(rf"{RANK_1}killed by SIGKILL{AND_SO}", record.reason or "")
+    assert f"failed: {record.reason}" in done.stderr
 
 
 KILLED = """
@@ -348,30 +295,72 @@ main()
 """The command line, which kills the process that it has started before there is a process group."""
 
 
-def killed_before_its_data(victim: str, folder: Path) -> None:
-    """As ``torchrun`` starts them: the other process waits for the record's last word, then ends."""
-
-    def die(*_: Any, **__: Any) -> None:
-        wait_for(folder / "waits")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def last_word(*_: Any, **__: Any) -> None:
-        (folder / "waits").touch()
-        while RunRecord.load(folder / "run").status == "running":
-            time.sleep(0.05)
-        os._exit(0)
-
-    if os.environ["RANK"] == victim:
-        Micro.build_data = die  # type: ignore[assignment,method-assign]
-    DDPStrategy.setup_distributed = last_word  # type: ignore[method-assign]
-    options = ["task=micro", "compile=eager", "trainer.accelerator=cpu", "trainer.strategy=ddp"]
-    command_on_a_rank([*options, "trainer.devices=2", f"hydra.run.dir={folder / 'run'}"], folder, folder / "said")
+def with_one_started(code: str, folder: Path, *, stands_still: bool) -> None:
+    """As the first process of a run, which has started another one that runs ``code``."""
+    process.others[:] = [subprocess.Popen([sys.executable, "-c", code])]
+    failures.GRACE_SECONDS = 0.5
+    started = failures.Started(folder, lambda: None)
+    if stands_still:
+        time.sleep(60)  # as in a collective
+    with pytest.raises(failures.RankFailed, match=RANK_1 + "ended with exit code 3"):
+        started.wait()
+    started.end()
 
 
-@pytest.mark.parametrize("victim", ["0", "1"])
-def test_the_record_of_a_run_that_is_killed_before_its_data_says_so(victim: str, pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed):
-        pair(killed_before_its_data, victim, tmp_path)
-    record = RunRecord.load(tmp_path / "run")
-    assert record.status == "failed"
-    assert re.search(rf"^rank {victim} \(.+, pid \d+\): ended without a word", record.reason or "")
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_started_process_that_fails_is_not_overlooked(stands_still: bool, tmp_path: Path) -> None:
+    RunRecord(task="micro", status="running").save(tmp_path)
+    arguments = "import sys; sys.exit(3)", tmp_path
+    one = multiprocessing.get_context("spawn").Process(
+        target=with_one_started, args=arguments, kwargs={"stands_still": stands_still}
+    )
+    one.start()
+    one.join(60)
+    assert one.exitcode == (1 if stands_still else 0)
+    record = RunRecord.load(tmp_path)
+    assert record.status == ("failed" if stands_still else "running")
+    assert not stands_still or re.fullmatch(rf"{RANK_1}ended with exit code 3{AND_SO}", record.reason or "")
+
+
+# ---- standing still --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_stands_still_says_where_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(failures, "STILL_SECONDS", 1.0)
+    monkeypatch.setattr(failures, "print_error", said.append)
+    deadline = failures.Deadline(3)
+    deadline.batch_begins(17)
+    time.sleep(4.5)
+    deadline.end()
+    (line,) = said
+    assert re.match(r"no batch for 0 min, rank 3 \(.+\), step 17\nthread .+:\n", line)
+    assert "time.sleep(4.5)" in line
+
+
+class NeverDone:
+    """An event of a device that waits in a collective."""
+
+    def record(self) -> None:
+        """It counts from now."""
+
+    def query(self) -> bool:
+        return False
+
+
+def with_a_device_that_waits() -> None:
+    torch.cuda.Event = NeverDone  # type: ignore[assignment,misc]
+    deadline = failures.Deadline(1, device_seconds=1.0)
+    deadline.batch_begins(5)
+    deadline.batch_ends()
+    time.sleep(60)
+
+
+def test_a_device_that_waits_in_a_collective_ends_its_process(capfd: pytest.CaptureFixture[str]) -> None:
+    one = multiprocessing.get_context("fork").Process(target=with_a_device_that_waits)
+    one.start()
+    one.join(30)
+    assert one.exitcode == 1
+    said = capfd.readouterr().err
+    assert re.search(r"failed: the device has worked on one batch for 1 s, .+ rank 1 \(.+\), step 5", said)
+    assert "time.sleep(60)" in said

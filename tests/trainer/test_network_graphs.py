@@ -365,7 +365,7 @@ def test_a_capture_sees_other_parameters_of_the_same_memory() -> None:
     module = nn.Sequential(nn.Embedding(5, 4), nn.LSTM(4, 4), nn.Linear(4, 5, bias=False), nn.LayerNorm(5))
     module[2].weight = module[0].weight
     module[3].requires_grad_(False)
-    before = {name: one for name, one in module.named_parameters(remove_duplicate=False)}
+    before = dict(module.named_parameters(remove_duplicate=False))
     with _fresh_weights(module) as weights:
         inside = dict(module.named_parameters(remove_duplicate=False))
         assert all(one.data_ptr() == before[name].data_ptr() for name, one in inside.items())

@@ -67,10 +67,10 @@ def step_on_shards(optimizer: Optimizer) -> bool:
                     state["momentum_buffer"] = None if momentum is None else sharded_like(parameter, momentum)
         whole.clear()
 
-    optimizer._init_group = init_group  # type: ignore[attr-defined]
+    optimizer._init_group = init_group
     if isinstance(optimizer, SGD):
-        handle = optimizer.register_step_post_hook(file_momentum)
-        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # before the user's see the state
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(optimizer.register_step_post_hook(file_momentum).id, last=False)  # the user's see the state
     return True
 
 
