@@ -178,7 +178,7 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The training has failed; Lightning calls no teardown then."""
-        self.failed_by = exception if self.failures is None else self.failures.behind(exception)
+        self.failed_by = exception if self.failures is None else self.failures.root_cause(exception)
         self._end_deadline()
         self.fail(self.failed_by)
 

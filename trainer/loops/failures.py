@@ -80,7 +80,7 @@ class Failures:
         self._key = f"{KEY}{Failures._made}"
         Failures._made += 1
 
-    def behind(self, error: BaseException) -> BaseException:
+    def root_cause(self, error: BaseException) -> BaseException:
         """``error``, by which this process ends; RankFailed where another one is behind it. Else the others find it."""
         if isinstance(error, RankFailed):
             return error
@@ -101,7 +101,7 @@ class Failures:
         """What another process has left, or died by."""
         until = time.monotonic() + seconds
         while True:
-            if (failure := self.left()) is not None or (failure := dead()) is not None:
+            if (failure := self.left()) is not None or (failure := dead_child()) is not None:
                 return failure if failure.rank != self._rank else None
             if time.monotonic() >= until:
                 return None
@@ -118,7 +118,7 @@ class Failures:
 # ---- processes that this one has started -----------------------------------------------------------------------------
 
 
-def dead() -> Failure | None:
+def dead_child() -> Failure | None:
     """The first of the processes started here that has failed."""
     for rank, process in enumerate(others, start=1):
         if code := process.poll():
@@ -136,7 +136,7 @@ class Started:
         self._folder, self._left = folder, left
         self._over = threading.Event()
         if others:
-            threading.Thread(target=self._look, name="started processes", daemon=True).start()
+            threading.Thread(target=self._poll, name="started processes", daemon=True).start()
 
     def end(self) -> None:
         """This process ends by itself."""
@@ -146,11 +146,11 @@ class Started:
         """Wait for the end of all. Raises RankFailed where one fails at that."""
         for process in others:
             process.wait()
-        if (failure := dead()) is not None:
+        if (failure := dead_child()) is not None:
             raise RankFailed(self._left() or failure)
 
-    def _look(self) -> None:
-        while (failure := dead()) is None:
+    def _poll(self) -> None:
+        while (failure := dead_child()) is None:
             if self._over.wait(0.5):
                 return
         if self._over.wait(GRACE_SECONDS):
@@ -195,7 +195,7 @@ class Deadline:
         self._batches = self._step = 0
         self._marked_at: float | None = None
         self._over = threading.Event()
-        threading.Thread(target=self._look, name="deadline", daemon=True).start()
+        threading.Thread(target=self._poll, name="deadline", daemon=True).start()
 
     def batch_begins(self, step: int) -> None:
         self._batches, self._step = self._batches + 1, step
@@ -209,7 +209,7 @@ class Deadline:
     def end(self) -> None:
         self._over.set()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         seen, since, told = 0, time.monotonic(), False
         while not self._over.wait(1.0):
             now = time.monotonic()
