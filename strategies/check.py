@@ -103,6 +103,7 @@ def check_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    eager: Callable[..., Any] | None = None,
     unit: float = SINGLE,
     multiple: float = 6.0,
     whole: bool = False,
@@ -115,6 +116,7 @@ def check_call(
 
     Args:
         args, kwargs: The arguments of a call that is about to happen; they are copied.
+        eager: In the place of the module's own call.
         unit: Rounding of one operation, see ``compare.rounding_unit``.
         multiple: See ``compare.MULTIPLES``.
         whole: Whether the compiler takes a forward as a whole or not at all (``fullgraph``).
@@ -132,7 +134,7 @@ def check_call(
         return Outcome(skipped=f"its forward may use up {', '.join([*dict.fromkeys(state.cannot_restore)][:3])}")
     if left_alone is not None and any(one.name not in left_alone for one in state.large):
         return Outcome(unseen=state.large)
-    runs = _Runs(module, args, kwargs, state)
+    runs = _Runs(module, args, kwargs, state, eager)
 
     def asked() -> Outcome:
         with without_inductors_graphs():
@@ -261,7 +263,7 @@ def _compared(
         if runs.state.may_change:  # what runs between its graphs is not seen
             return Outcome(skipped=f"its forward may change {', '.join([*dict.fromkeys(runs.state.may_change)][:3])}")
         seen, error, of_one_graph = None, None, False
-    eager = runs.run(runs.module._call_impl)
+    eager = runs.run(runs.eager)
     draws, eager_ended = runs.drew, runs.ended
     if seen is None and error is None:
         run_compiled()
@@ -287,7 +289,7 @@ def _compared(
         with torch.compiler.set_stance("fail_on_recompile"):
             run_compiled(calls=2)
         if error is None:
-            outcome.differences += _state_apart(runs.run(runs.module._call_impl, calls=2), seen)
+            outcome.differences += _state_apart(runs.run(runs.eager, calls=2), seen)
     return outcome
 
 
@@ -362,8 +364,16 @@ def _alike(one: Any, other: Any) -> bool:
 class _Runs:
     """Runs of one call on copies of its inputs, each from the same state."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: RegionState) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: RegionState,
+        eager: Callable[..., Any] | None = None,
+    ) -> None:
         self.module, self._given, self.state = module, (args, kwargs), state
+        self.eager = module._call_impl if eager is None else eager
         self._altered = self._finite = False
         self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
         self._of_loss = HALF_SCALE if _in_half_precision(module) else 1.0
@@ -452,7 +462,7 @@ class _Runs:
         dtype = torch.float32 if lowered or low else torch.float64
         try:
             with _in_precision(self.module, dtype), _without_autocast(), self.altering():
-                return self.run(self.module._call_impl, dtype=dtype, draws=draws), "exact"
+                return self.run(self.eager, dtype=dtype, draws=draws), "exact"
         except Exception:  # a kernel for one precision alone, or too little memory
             return self.rounded(unit, drawn)
 
@@ -468,7 +478,7 @@ class _Runs:
         """Eager, or ``call``, once more with weights and inputs one rounding off, in the way of that ``number``; random
         numbers are the same."""
         draws = None if drawn is None else InductorDraws(drawn=drawn)
-        call = call or self.module._call_impl
+        call = call or self.eager
         try:
             with _perturbed(self.module, unit, number), self.altering():
                 return self.run(call, off=unit, number=number, draws=draws, seed=seed), "rounding"
@@ -502,7 +512,7 @@ class _Runs:
     ) -> list[Difference] | None:
         """Differences from eager that draws random numbers as Inductor does, under the first of some seeds where there
         are none beyond tolerance; ``seen``: compiled code under the present one. None where eager cannot."""
-        eager, found = self.module._call_impl, None
+        eager, found = self.eager, None
         try:
             counting = InductorDraws()
             self.run(eager, draws=counting)
@@ -540,7 +550,7 @@ class _Runs:
             first.update({name: one for name, one in floating.items() if name not in first})
             samples[arm].append(_threes(floating, first))
 
-        eager = self.module._call_impl
+        eager = self.eager
         sample("eager", eager, SEED - 1)  # which only says along what the others are measured
         samples["eager"].clear()
         for number in range(seeds):

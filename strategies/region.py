@@ -241,6 +241,8 @@ class Region(StandIn):
         self.called = False
         """Whether it was called within a step or an evaluation."""
         self._compiled: Callable[..., Any] | None = None
+        self._of_forward: Callable[..., Any] | None = None
+        """The same of the forward alone, of what is sharded."""
         self._active = self._inside = False
         self._eager_in_step = False
         """Whether it ran eager in the step under way: what is computed again in its backward has to do so, too."""
@@ -322,9 +324,10 @@ class Region(StandIn):
         self._eager_in_step = True
         waits = checking.one_kind_a_step and checking.checked not in (None, kind)
         if checks and not waits and (audit or proof.looks == 0 or proof.is_suspected(self)):
-            self._check(proof, args, kwargs, audit=audit)
+            result = self._checked(proof, args, kwargs, audit=audit)
+        else:
+            result = self._eager(args, kwargs)
         watched, self._watched = self._watched, []
-        result = self._eager(args, kwargs)
         if self._unchecked is not None:
             kind.fail(f"it cannot be checked, eager fails on copies of its inputs: {self._unchecked}")
             self._unchecked = None
@@ -334,7 +337,37 @@ class Region(StandIn):
             kind.left_alone |= {one.name for one in watched}
         return result
 
-    def _check(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any], *, audit: bool) -> None:
+    def _checked(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any], *, audit: bool) -> Any:
+        """Check the call; returns eager's result. What FSDP2 shards is checked where its parameters are gathered, which
+        is within its hooks, without a collective."""
+        if not self.is_sharded:
+            self._check(proof, args, kwargs, audit=audit)
+            return self._eager(args, kwargs)
+        forward = self.module.forward
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self._check(proof, args, kwargs, audit=audit, forward=forward)
+            return forward(*args, **kwargs)
+
+        with self._forward_being(checked):
+            return self._eager(args, kwargs)
+
+    def _check(
+        self,
+        proof: Proof,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        audit: bool,
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        if any(hasattr(one, "to_local") for one in self.module.parameters()):  # of another mesh: collectives are within
+            proof.looks, proof.clean = proof.looks + 1, True
+            proof.due = proof.must = False
+            self._checking.report(
+                Check(path=self.path, kind=self.of.name, outcome=Outcome(skipped=SHARDED), seconds=0.0, audit=audit)
+            )
+            return
         kind, checking = self.of, self._checking
         audit = audit or proof.looks > 1  # a second look at what an audit found
         began = checking.clock()
@@ -351,9 +384,10 @@ class Region(StandIn):
         try:
             outcome = check_call(
                 self.module,
-                self.compiled,
+                self.compiled if forward is None else self._compiled_forward(forward),
                 args,
                 kwargs,
+                eager=forward,
                 unit=max(checking.unit, autocast_unit(self.module)),
                 multiple=MULTIPLES[checking.mode],
                 whole=bool(self.arguments.get("fullgraph")),
@@ -431,20 +465,44 @@ class Region(StandIn):
     def compiled(self) -> Callable[..., Any]:
         """The compiled call; made at the first use, compiled at its first call."""
         if self._compiled is None:
-            if hasattr(self.module, "_get_fsdp_state"):
-                call = self._within_hooks()
+            if self.is_sharded:
+                self._compiled = self._within_hooks()
             else:
                 call = torch.compile(
                     types.MethodType(self.of.code(self.module, self.layout), self.module), **self.arguments
                 )
-            self._compiled = call if self._around is None else self._around(call)
+                self._compiled = call if self._around is None else self._around(call)
         return self._compiled
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 gathers its parameters as it is called, and shards them again."""
+        return hasattr(self.module, "_get_fsdp_state")
+
+    def _compiled_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if self._of_forward is None:
+            call = torch.compile(forward, **self.arguments)
+            self._of_forward = call if self._around is None else self._around(call)
+        return self._of_forward
+
+    @contextlib.contextmanager
+    def _forward_being(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Inside, the module has this ``forward``."""
+        attributes = vars(self.module)
+        before = attributes.get("forward")
+        attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            del attributes["forward"]
+            if before is not None:
+                attributes["forward"] = before
 
     def _within_hooks(self) -> Callable[..., Any]:
         """The compiled call of a module that FSDP2 shards. Its parameters are gathered by hooks, which Dynamo does not
         trace and which run once a call: the forward alone is compiled, and eager's takes its place within."""
         module, eager = self.module, self.module.forward
-        compiled = torch.compile(eager, **self.arguments)
+        compiled = self._compiled_forward(eager)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -456,16 +514,9 @@ class Region(StandIn):
                 self.of.fail(one_line(error), error)
                 return eager(*args, **kwargs)
 
-        own = vars(module).get("forward")
-
         def call(*args: Any, **kwargs: Any) -> Any:
-            vars(module)["forward"] = forward
-            try:
+            with self._forward_being(forward):
                 return module._call_impl(*args, **kwargs)
-            finally:
-                del vars(module)["forward"]
-                if own is not None:
-                    vars(module)["forward"] = own
 
         return call
 
@@ -585,6 +636,7 @@ def cannot_check(reason: str) -> str:
     return f"it cannot be checked, {reason}; parity=off compiles it unchecked"
 
 
+SHARDED = "its parameters are sharded over a mesh of processes: it is compiled unchecked"
 DOUBLE_BACKWARD = (
     "a gradient of its gradient is taken (create_graph=True, as in a gradient penalty), and compiled code has none"
 )

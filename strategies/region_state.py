@@ -61,8 +61,8 @@ _ROW, _AT_ONCE = 1024, 4096
 """Words of eight bytes that one number of a ``Large`` stands for, and how many of these a GPU makes together."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _NOT_LOOKED_INTO = (Dataset, DataLoader, Sampler, numpy.memmap, torch.optim.Optimizer)
-_FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric")
-"""Packages whose trainers, callbacks and loggers a module may hold: nothing that a region's forward writes to."""
+_FRAMEWORKS = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch.distributed.")
+"""Packages whose trainers, loggers and shards a module may hold: nothing that a region's forward writes to."""
 _PLAIN = (str, bytes, int, float, complex, type, types.ModuleType, types.NoneType, torch.device, torch.dtype)
 _RANDOM = (torch.Generator, numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState, random.Random)
 
@@ -355,7 +355,7 @@ def _opened(value: Any, name: str, *, of_arguments: bool) -> tuple[PutBack | Non
     if isinstance(value, nn.Module):
         own = {attribute: one for attribute, one in vars(value).items() if attribute not in _SKIPPED}
         return _attributes_restorer(value, own), _items(own, name)
-    if isinstance(value, _NOT_LOOKED_INTO) or type(value).__module__.partition(".")[0] in _FRAMEWORKS:
+    if isinstance(value, _NOT_LOOKED_INTO) or type(value).__module__.startswith(_FRAMEWORKS):
         return None, []
     if isinstance(value, dict):
         return _entries_restorer(value), _items(value, name)

@@ -101,6 +101,7 @@ class Compile(CompiledTraining, L.Callback):
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
             sharded=isinstance(trainer.strategy, kinds(FSDPStrategy, ModelParallelStrategy)),
+            compared=not isinstance(trainer.strategy, kinds(FSDPStrategy)),  # a call gathers parameters from all
             trains=trains,
             print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import Regional
 from tests.processes import Pair
+from tests.strategies import backends
 from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 from trainer.loops.fsdp2 import FSDP2
@@ -132,6 +133,39 @@ def test_two_ranks_lose_what_one_process_loses_with_the_whole_batch(
             assert first == second
             assert whole == []
             torch.testing.assert_close(first, reference, rtol=1e-4, atol=1e-5)
+
+
+def faulty(begins: str) -> tuple[list[float], str, dict[str, str]]:
+    """Train with code whose backward is wrong on the second rank: from the start, or from step 6 on."""
+    backends.register()
+    L.seed_everything(0, verbose=False)
+    module = Model()
+    if os.environ["RANK"] == "1":
+        batch_ends = module.on_train_batch_end
+
+        def ends(*arguments: Any) -> None:
+            batch_ends(*arguments)
+            backends.Fault.backward = 1.5 if module.global_step >= 6 else 1.0
+
+        if begins == "late":
+            module.on_train_batch_end = ends  # type: ignore[method-assign,assignment]
+        else:
+            backends.Fault.backward = 1.5
+    trainer = train(module, 2, [Regional(backend=backends.FAULTY)])
+    record = next(one.record for one in trainer.callbacks if isinstance(one, Compile))  # type: ignore[attr-defined]
+    return losses_of(module, 2), record.report["parity"]["verdict"], record.eager_parts
+
+
+@pytest.mark.parametrize("begins", ["at once", "late"])
+def test_a_region_that_differs_on_one_rank_goes_eager_on_both(begins: str, pair: Pair) -> None:
+    reference, _ = trained(1, 1, None)
+    (first, verdict, parts), (second, other_verdict, other_parts) = pair(faulty, begins)
+    assert first == second
+    assert parts.keys() == other_parts.keys() != set()
+    assert "it is not eager's: gradient of" in str(other_parts)
+    if begins == "at once":
+        assert verdict == other_verdict == "failed"
+        torch.testing.assert_close(first, reference, rtol=1e-4, atol=1e-5)
 
 
 class ShardsItself(Model):

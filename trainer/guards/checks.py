@@ -63,6 +63,8 @@ class Checks(StepHook):
     ) -> None:
         self._capture = capture
         self._guarding, self._loop, self._program = guarding, loop, program
+        self._compares = not program.sharded or program.checking.mode != "off"
+        """Whether parameters are such that a region can run twice."""
         self._telemetry, self._record, self._pages = telemetry, record, pages
         self._steps, self._began = 0, time.perf_counter()
         self._next_round = 2
@@ -77,7 +79,7 @@ class Checks(StepHook):
         self._checkpoints: dict[str, int] = {}
         self._saved, self._last_round = False, True
         self._forget = loop.around_save(self._note_checkpoint)
-        self.facts = AuditFacts(verdict="not audited", reason=SHARDED if program.sharded else NOT_AUDITED)
+        self.facts = AuditFacts(verdict="not audited", reason=NOT_AUDITED if self._compares else SHARDED)
         self._first: list[Check] = []
         self._news = True
         """Whether the record's facts on the first checks are not what was found since."""
@@ -99,7 +101,7 @@ class Checks(StepHook):
     def before(self, batch: Any) -> None:
         """Ask for another look at all that is proven where a round of audits is due; a step takes one at most."""
         self._in_step = True
-        if self._guarding.parity == "off" or self._program.sharded:
+        if self._guarding.parity == "off" or not self._compares:
             return
         step = self._steps + 1
         planned = self._loop.steps_planned
@@ -352,7 +354,7 @@ class Checks(StepHook):
         different = [str(kind.failure) for kind in kinds if kind.differs]
         different += [update.reason for update in self._fell if update.differs]
         facts: dict[str, Any] = {"mode": self._guarding.parity, "checks": len(compared)}
-        if self._program.sharded:
+        if not self._compares:
             facts |= {"verdict": "skipped", "reason": SHARDED}
         elif different:
             facts |= {"verdict": "failed", "reason": "; ".join(different)}

@@ -137,14 +137,16 @@ class CompiledTraining:
         device: torch.device,
         precision: str,
         sharded: bool = False,
+        compared: bool = True,
         trains: bool = True,
         print_line: Callable[[str], None] | None = None,
     ) -> Program:
         """Apply the strategies to ``module``, once; their settings hold until ``close``.
 
         It has its weights, and may still lie on another device than the ``device`` where it is going to run.
-        ``precision`` and ``sharded`` are those of ``Program``. ``trains``: what follows is measured anew.
-        ``print_line`` prints a line of progress without harm to a progress bar; None = without.
+        ``precision`` and ``sharded`` are those of ``Program``. ``compared``: whether a region may run twice.
+        ``trains``: what follows is measured anew. ``print_line`` prints a line of progress without harm to a progress
+        bar; None = without.
         """
         self._open = True
         if new := self._built != (built := dict(module.named_modules())):
@@ -166,7 +168,7 @@ class CompiledTraining:
                 **self._declared,
             )
             if self.strategies:  # evaluations may come before a training begins, and without one
-                self.program.checking.mode = "off" if sharded else self._guarding.parity
+                self.program.checking.mode = self._guarding.parity if compared else "off"
                 self.program.checking.unit = rounding_unit(precision, device, module)
             with speaking_python(self._in_script):
                 apply(self.strategies, self.program)
