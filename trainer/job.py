@@ -17,6 +17,7 @@ from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, opened
 from trainer.console import ProgressView, announce
 from trainer.loops.failures import Started
 from trainer.loops.lightning import LightningLoop
+from trainer.loops.private import leave_groups
 from trainer.process import StopRequest
 from trainer.settings import Config
 from trainer.telemetry.hardware import note_machine
@@ -41,6 +42,7 @@ class Job:
 
     def leave(self) -> None:
         """Wait until the processes started here have ended as well. Raises RankFailed where one fails at that."""
+        leave_groups()
         if self._started is not None:
             self._started.wait()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -444,24 +444,20 @@ class Network(StandIn):
 
         torch.clear_autocast_cache()  # casts that were made outside are not the graph's
         try:
-            with _fresh_weights(self.module) as weights:
-                engine.eager(both)  # on the stream of the capture
-                state.restore()
-                versions = [version_of(one) for one in inputs]
-                replay_forward, results = engine.capture(forward, lane.pool)
-                if [version_of(one) for one in inputs] != versions:
-                    raise CannotCapture("its forward writes to its inputs")
-                outputs, result_tree = pytree.tree_flatten(results)
-                graph = CallGraph(replay_forward, inputs, [], result_tree, [])
-                graph.outputs = [_output(one, inputs, weights) for one in outputs]
-                graph.differentiable = [
-                    place
-                    for place, one in enumerate(graph.outputs)
-                    if isinstance(one, Tensor) and one.grad_fn is not None
-                ]
-                if graph.differentiable:
-                    self._capture_backward(graph, kind, lane, backward)
-                graph.weights = [weights.get(one, one) for one in graph.weights]
+            engine.eager(both)  # on the stream of the capture
+            state.restore()
+            versions = [version_of(one) for one in inputs]
+            replay_forward, results = engine.capture(forward, lane.pool)
+            if [version_of(one) for one in inputs] != versions:
+                raise CannotCapture("its forward writes to its inputs")
+            outputs, result_tree = pytree.tree_flatten(results)
+            graph = CallGraph(replay_forward, inputs, [], result_tree, [])
+            graph.outputs = [_output(one, inputs) for one in outputs]
+            graph.differentiable = [
+                place for place, one in enumerate(graph.outputs) if isinstance(one, Tensor) and one.grad_fn is not None
+            ]
+            if graph.differentiable:
+                self._capture_backward(graph, kind, lane, backward)
             graph.outputs = [one.detach() if isinstance(one, Tensor) else one for one in graph.outputs]
             return graph
         finally:
@@ -882,40 +878,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return clone(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-@contextlib.contextmanager
-def _fresh_weights(module: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
-    """Inside, ``module`` has other parameters of the same memory; yields whose they are.
-
-    Autograd keeps one node for the gradient of a weight while anything of an earlier forward is held, on the stream of
-    that forward. A backward that comes to it in a capture would wait for that stream, which CUDA forbids: of a GAN's
-    critic, called three times before its losses are let go, no backward could be captured.
-    """
-    fresh: dict[Tensor, nn.Parameter] = {}
-    of: list[tuple[nn.Module, str, nn.Parameter]] = []
-
-    def put(part: nn.Module, name: str, weight: nn.Parameter) -> None:
-        if isinstance(part, nn.RNNBase):
-            setattr(part, name, weight)  # it has a list of them beside
-        else:
-            part._parameters[name] = weight
-
-    for part in module.modules():
-        for name, weight in part._parameters.items():
-            if type(weight) is nn.Parameter and weight.requires_grad:
-                of.append((part, name, weight))
-                if weight not in fresh:
-                    fresh[weight] = nn.Parameter(weight.detach())
-                    vars(fresh[weight]).update(vars(weight))
-    try:
-        for part, name, weight in of:
-            put(part, name, fresh[weight])
-        yield {one: weight for weight, one in fresh.items()}
-    finally:
-        for part, name, weight in of:
-            put(part, name, weight)
-
-
-def _output(value: Any, inputs: Sequence[Tensor], weights: Mapping[Tensor, Tensor]) -> Any:
+def _output(value: Any, inputs: Sequence[Tensor]) -> Any:
     """One leaf of what a captured call has returned. Raises CannotCapture."""
     if isinstance(value, EQUAL):
         return value
@@ -925,7 +888,7 @@ def _output(value: Any, inputs: Sequence[Tensor], weights: Mapping[Tensor, Tenso
     if place is not None:
         return _Same(place=place)
     if value.requires_grad and value.grad_fn is None:  # a weight
-        return _Same(tensor=weights.get(value, value))
+        return _Same(tensor=value)
     if value.layout is not torch.strided or type(value) is not Tensor:
         raise CannotCapture(f"it returns {type(value).__name__} of layout {value.layout}")
     return value

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import CudaGraph, Regional, Strategy
-from strategies.cuda_graph.network import DOUBLE_BACKWARD, _fresh_weights
+from strategies.cuda_graph.network import DOUBLE_BACKWARD
 from tests.strategies.modules import Block
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import RecordedNetwork, RecordedStepOrNetwork
@@ -359,19 +359,3 @@ def test_an_audit_finds_what_a_graph_does_otherwise(monkeypatch: pytest.MonkeyPa
 def test_the_scope_is_one_of_three(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="scope"):
         CudaGraph(scope="model")
-
-
-def test_a_capture_sees_other_parameters_of_the_same_memory() -> None:
-    module = nn.Sequential(nn.Embedding(5, 4), nn.LSTM(4, 4), nn.Linear(4, 5, bias=False), nn.LayerNorm(5))
-    module[2].weight = module[0].weight
-    module[3].requires_grad_(False)
-    before = dict(module.named_parameters(remove_duplicate=False))
-    with _fresh_weights(module) as weights:
-        inside = dict(module.named_parameters(remove_duplicate=False))
-        assert all(one.data_ptr() == before[name].data_ptr() for name, one in inside.items())
-        assert all(weights[inside[name]] is one for name, one in before.items() if one.requires_grad)
-        assert inside["0.weight"] is inside["2.weight"]
-        assert module[1]._flat_weights[0] is inside["1.weight_ih_l0"]
-        assert inside["3.bias"] is before["3.bias"]
-    assert all(one is before[name] for name, one in module.named_parameters(remove_duplicate=False))
-    assert module[1]._flat_weights[0] is before["1.weight_ih_l0"]

@@ -214,3 +214,13 @@ def test_all_processes_begin_a_window_at_the_same_step(clock: Clock) -> None:
         timing.after(stepped=True)
         found.append(timing._next)
     assert found[0] == found[1], "by its own clock the second one would wait for a hundred steps"
+
+
+def test_each_process_is_asked_whatever_it_knows_itself() -> None:
+    # The others would wait for its answer: of four GPUs one may have no steady step yet.
+    asked: list[bool] = []
+    loop: Any = SimpleNamespace(everywhere=lambda flag: asked.append(flag) or False)
+    meter = SimpleNamespace(median_seconds=None, steady=SimpleNamespace(seconds=[]))
+    timing = Timing(loop, SimpleNamespace(), SimpleNamespace(meter=meter), lambda line: None, wanted=True)  # type: ignore[arg-type]
+    timing._plan_first()
+    assert asked == [False]

@@ -134,7 +134,8 @@ class Timing(StepHook):
 
     def _plan_first(self) -> None:
         median = self._telemetry.meter.median_seconds
-        if median is None or not self._loop.everywhere(len(self._telemetry.meter.steady.seconds) >= STEADY_STEPS):
+        enough = median is not None and len(self._telemetry.meter.steady.seconds) >= STEADY_STEPS
+        if not self._loop.everywhere(enough) or median is None:  # each process asks, whatever it knows itself
             return
         program = self._program
         if not (program.regions or program.step is not None or program.compiled_beside_regions):

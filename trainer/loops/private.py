@@ -6,6 +6,7 @@ what needs names that it may have renamed is left out, with that reason (``untri
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import sys
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import lightning as L
 import torch
+from lightning.fabric.utilities import distributed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import model_helpers
 
@@ -45,6 +47,12 @@ def untried(trainer: L.Trainer) -> str | None:
 def is_overridden(hook: str, module: L.LightningModule) -> bool:
     parents = kinds(L.LightningModule)
     return model_helpers.is_overridden(hook, module, next(one for one in parents if isinstance(module, one)))
+
+
+def leave_groups() -> None:
+    """Let this process end without taking its process groups down, as Lightning does at exit. NCCL takes a group down
+    together (``ncclCommFinalize``): a process would wait there for the first one, which waits for its exit."""
+    atexit.unregister(distributed._destroy_dist_connection)
 
 
 HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
