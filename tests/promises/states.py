@@ -940,9 +940,15 @@ STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
 }
 
 
+@functools.lru_cache(maxsize=1)
+def plain(name: str, place: str) -> tuple[Outcome, list[float]]:
+    """Plain Lightning's training, which those under strategies follow."""
+    return train_with(name, place, None)
+
+
 def difference(name: str, place: str, strategy: str) -> str | None:
     """How a training under a strategy is not plain Lightning's; None where it is."""
-    eager, far = train_with(name, place, None)
+    eager, far = plain(name, place)
     assert eager.ended is None, eager.end
     seen, seen_far = train_with(name, place, STRATEGIES[strategy]())
     if seen.end != eager.end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -37,22 +38,44 @@ def trained(make: Any, strategies: list[Strategy] | None, **options: Any) -> Out
     return train(make, strategies, then=options.get("then"), **given)
 
 
-def as_eager(make: Any, under: list[Strategy], *, close: float = 1e-4, **options: Any) -> Outcome:
-    """Train both; the second, which is held against the first."""
-    eager, seen = trained(make, None, **options), trained(make, under, **options)
+def as_eager(
+    make: Any, under: list[Strategy], *, close: float = 1e-4, eager: Outcome | None = None, **options: Any
+) -> Outcome:
+    """Train under strategies, and as plain Lightning unless that ``eager`` training is given; the first, which is held
+    against the second."""
+    eager, seen = trained(make, None, **options) if eager is None else eager, trained(make, under, **options)
     assert_as_eager(eager, seen, close)
     observed = getattr(eager.module, "observed", None)
     assert getattr(seen.module, "observed", None) == observed
     return seen
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("strategy", ["regional", pytest.param("whole", marks=pytest.mark.slow)])
-def test_a_training(name: str, strategy: str) -> None:
-    case = CASES[name]
-    if strategy == "regional" and not case.repeats:
-        pytest.skip("there are no repeated blocks")
-    as_eager(case.make, STRATEGIES[strategy](), **case.options)
+@functools.lru_cache(maxsize=1)
+def plain(name: str) -> Outcome:
+    """Plain Lightning's training of a case, which those under strategies follow."""
+    return trained(CASES[name].make, None, **CASES[name].options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        pytest.param(strategy, name, marks=[pytest.mark.slow] if strategy == "whole" else [])
+        for name, case in CASES.items()
+        for strategy in STRATEGIES
+        if strategy == "whole" or case.repeats
+    ],
+)
+def test_a_training(strategy: str, name: str) -> None:
+    as_eager(CASES[name].make, STRATEGIES[strategy](), eager=plain(name), **CASES[name].options)
+
+
+def beside(tool: str, place: str, strategies: list[Strategy]) -> Outcome:
+    """A training that uses ``tool`` at ``place``."""
+    options: dict[str, Any] = {"max_epochs": 2, "validation": vectors(1, seed=4)}
+    eager = trained(lambda: WithATool(tool, place), None, **options)
+    if eager.ended is not None:
+        pytest.skip("plain Lightning does not finish this one")
+    return as_eager(lambda: WithATool(tool, place), strategies, eager=eager, **options)
 
 
 @pytest.mark.parametrize(
@@ -62,22 +85,16 @@ def test_a_training(name: str, strategy: str) -> None:
 def test_a_tool_beside_a_training(tool: str, place: str) -> None:
     if tool == "jit.script" and place not in ("batch end", "epoch end"):
         pytest.skip("it looks at the attributes of modules, and within a step there is one more")
-    options: dict[str, Any] = {"max_epochs": 2, "validation": vectors(1, seed=4)}
-    if trained(lambda: WithATool(tool, place), None, **options).ended is not None:
-        pytest.skip("plain Lightning does not finish this one")
-    assert as_eager(lambda: WithATool(tool, place), STRATEGIES["regional"](), **options).module.uses
+    assert beside(tool, place, STRATEGIES["regional"]()).module.uses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["first step", "step", "epoch end"])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_beside_a_training_under_whole(tool: str, place: str) -> None:
-    options: dict[str, Any] = {"max_epochs": 2, "validation": vectors(1, seed=4)}
     if tool == "jit.script" and place != "epoch end":
         pytest.skip("it looks at the attributes of modules, and within a step there is one more")
-    if trained(lambda: WithATool(tool, place), None, **options).ended is not None:
-        pytest.skip("plain Lightning does not finish this one")
-    as_eager(lambda: WithATool(tool, place), STRATEGIES["whole"](), **options)
+    beside(tool, place, STRATEGIES["whole"]())
 
 
 # ---- compilers that fail --------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from tests.promises.states import KINDS, OF_THE_TRAINING, difference
@@ -11,28 +14,22 @@ def test_there_are_many_kinds() -> None:
     assert len(KINDS) >= 63
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_step_advances_it_as_often_as_eager(name: str) -> None:
-    assert difference(name, "training_step", "regional") is None
+def cases() -> Iterator[Any]:
+    """Name, place and strategy; ``python -m tests.promises.states`` tries all."""
+    for number, name in enumerate(KINDS):
+        some = number % 4 == 0
+        for place, strategies in {
+            "training_step": ["regional", *(["whole"] if some else [])],
+            "validation_step": ["regional"] if some else [],
+            "hook": ["regional"] if some else [],
+            "block": [] if name in OF_THE_TRAINING else ["regional", "whole", "network"],
+        }.items():
+            for strategy in strategies:
+                fast = strategy == "regional" and place in ("training_step", "block")
+                marks = [] if fast else [pytest.mark.slow]
+                yield pytest.param(name, place, strategy, marks=marks, id=f"{name}-{place}-{strategy}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*KINDS][::4])
-@pytest.mark.parametrize("place", ["validation_step", "hook"])
-def test_validations_and_hooks_advance_it_as_often_as_eager(name: str, place: str) -> None:
-    """Some; ``python -m tests.promises.states`` tries all in all places."""
-    assert difference(name, place, "regional") is None
-
-
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in OF_THE_TRAINING])
-@pytest.mark.parametrize(
-    "strategy", ["regional", *(pytest.param(one, marks=pytest.mark.slow) for one in ("whole", "network"))]
-)
-def test_a_block_that_is_checked_advances_it_as_often_as_eager(name: str, strategy: str) -> None:
-    assert difference(name, "block", strategy) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*KINDS][::4])
-def test_under_whole(name: str) -> None:
-    assert difference(name, "training_step", "whole") is None
+@pytest.mark.parametrize(("name", "place", "strategy"), cases())
+def test_it_is_advanced_as_often_as_in_eager(name: str, place: str, strategy: str) -> None:
+    assert difference(name, place, strategy) is None

@@ -278,6 +278,8 @@ def the_record_says(arm: str, says: str, rank: dict[str, Any]) -> None:
 
 def test_the_page_shows_the_same_table() -> None:
     page = (ROOT / "docs" / "distributed.md").read_text().partition("## Which strategies")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| `")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| `")
+    ]
     shown = {arm: tuple(cells[1:]) for cells in rows for arm in re.findall(r"`(\w+)`", cells[0])}
     assert shown == HOLDS
