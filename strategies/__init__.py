@@ -7,8 +7,12 @@ from strategies.cuda_graph import CudaGraph
 from strategies.modular import Modular, Part
 from strategies.modules import Auto, Background, Checkpointing, Dynamic, Regional, Whole
 from strategies.optimizer import Optimizer
+from strategies.second_order import SecondOrder
 
-_SHIPPED = (Auto, Whole, Regional, Modular, CudaGraph, Cached, Buckets, Dynamic, Optimizer, Checkpointing, Background)
+_SHIPPED = (
+    *(Auto, Whole, Regional, Modular, SecondOrder, CudaGraph, Cached, Buckets, Dynamic, Optimizer, Checkpointing),
+    Background,
+)
 STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in _SHIPPED}
 """Shipped strategies by the name they have under ``compile`` in the configuration."""
 
@@ -27,6 +31,7 @@ __all__ = [
     "Program",
     "Ragged",
     "Regional",
+    "SecondOrder",
     "Stage",
     "Strategy",
     "Whole",

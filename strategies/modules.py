@@ -22,7 +22,7 @@ CANDIDATES = ("regional", "whole", "cuda_graph")
 """Strategies that a choice may be made among; eager always is one, and cuda_graph joins any other."""
 
 
-def _compile_children(program: Program, request: ModuleOptions) -> list[str]:
+def compile_children(program: Program, request: ModuleOptions) -> list[str]:
     """Hand each child of the module that owns parameters to the compiler; returns their paths. Where there is none, the
     strategy runs eager."""
     from strategies.regions import Found, called_for, compile_regions
@@ -57,7 +57,7 @@ class Whole(ModuleOptions):
 
         for path in called_for(program.module, program.whole):
             compile_regions(program, self, [path], small=False)
-        if not program.whole and (children := _compile_children(program, self)):
+        if not program.whole and (children := compile_children(program, self)):
             program.notes.append(
                 f"whole: the module declares no forward-and-loss part; compiled its children {', '.join(children)}, "
                 "the loss outside them stays eager"
@@ -103,7 +103,7 @@ class Regional(ModuleOptions):
         try:
             blocks, parts = self.paths(program)
         except NothingRepeats:
-            if children := _compile_children(program, self):
+            if children := compile_children(program, self):
                 program.notes.append(
                     f"regional: no repeated blocks found in this module; compiled its children {', '.join(children)}, "
                     "each as a whole"

@@ -66,6 +66,8 @@ class Proof:
     """Whether the last look found eager's results: proven from the next step on."""
     proven: bool = False
     """Whether its calls run compiled."""
+    refused: bool = False
+    """Whether its calls run eager for good, and those of others compiled."""
     suspected: list[Difference] = field(default_factory=list)
     """Differences of the last look, which count once they show again."""
     suspect: Region | None = None
@@ -154,6 +156,11 @@ class Kind:
         for proof in self.proofs.values():
             proof.due, proof.must, proof.turn = True, proof.must or of_all, proof.turn + 1
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether calls of some signature are."""
+        return any(one.proven or one.clean for one in self.proofs.values())
+
     def may_audit(self, proof: Proof, checking: Checking) -> bool:
         """Whether ``proof``, which is due, is checked again at its next call, or waits until there is time."""
         return proof.must or proof.with_gradients in self.owed or checking.may_spend()
@@ -178,6 +185,10 @@ class Checking:
     clock: Callable[[], float] = lambda: 0.0
     may_spend: Callable[[], bool] = lambda: True
     """Whether there is time for an audit that nothing is lost without."""
+    derives: bool = False
+    """Whether forwards take gradients by their arguments (``second_order``); a region's first call shows by which."""
+    note: Callable[[str], Any] = lambda line: None
+    """Called with a line for the user."""
     one_kind_a_step: bool = False
     """Whether a step compiles, and checks, one kind that is new at most: a shorter wait, and a later start."""
     checked: Kind | None = None
@@ -248,6 +259,8 @@ class Region(StandIn):
         """Whether it ran eager in the step under way: what is computed again in its backward has to do so, too."""
         self._compiled_in_step = False
         """The same of compiled code."""
+        self._derived: set[int] | None = None
+        """Places among the tensors of the arguments that the forward calls ``requires_grad_`` on."""
         self._unchecked: str | None = None
         """What eager raised on copies of the inputs."""
         self._watched: list[Large] = []
@@ -304,11 +317,17 @@ class Region(StandIn):
         if self._eager_in_step or (kind.failure is not None and not self._compiled_in_step):
             self._eager_in_step = True
             return self._eager(args, kwargs)
+        if self._checking.derives and self._derived is None:
+            self._eager_in_step = True
+            return self._seen_deriving(args, kwargs)
         key = self._signature(args, kwargs)
         proof = kind.proofs.get(key)
         if proof is None:
             proof = kind.proofs[key] = Proof(with_gradients=torch.is_grad_enabled())
             proof.proven = not checks or len(kind.proofs) > MAX_CHECKED
+        if proof.refused:
+            self._eager_in_step = True
+            return self._eager(args, kwargs)
         if self not in proof.callers:
             proof.callers.append(self)
         checking = self._checking
@@ -407,7 +426,7 @@ class Region(StandIn):
             self._watched = outcome.unseen
             kind.owed, proof.due, proof.must = owed, due, must
         elif outcome.error is not None:
-            kind.fail(one_line(outcome.error), outcome.error)
+            self._refuse(proof, outcome.error)
         elif outcome.skipped is not None:
             # Proven, or eager: what cannot be looked at is not taken for granted.
             kind.fail(cannot_check(outcome.skipped))
@@ -427,6 +446,15 @@ class Region(StandIn):
             Check(path=self.path, kind=kind.name, outcome=outcome, seconds=checking.clock() - began, audit=audit)
         )
 
+    def _refuse(self, proof: Proof, error: Exception) -> None:
+        """Calls like this one do not compile, and so none of the kind run compiled; but an evaluation of what takes a
+        gradient itself runs eager alone: it frees the graph of what it returns, which no compiled code does."""
+        if self._checking.derives and not self.module.training and self.of.is_proven:
+            proof.refused = True
+            self._checking.note(f"{self.path} runs eager in evaluations: {one_line(error)}")
+        else:
+            self.of.fail(one_line(error), error)
+
     def _run(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graphs = counters["stats"]["unique_graphs"]
         kept = None
@@ -442,7 +470,7 @@ class Region(StandIn):
             if kept is not None:
                 kept.restore()
             result = self._eager(args, kwargs)  # which raises itself what is the user's own error
-            self.of.fail(one_line(error), error)
+            self._refuse(proof, error)
             return result
         self._compiled_in_step = True
         if counters["stats"]["unique_graphs"] != graphs and self._checking.mode != "off":
@@ -472,7 +500,31 @@ class Region(StandIn):
                     types.MethodType(self.of.code(self.module, self.layout), self.module), **self.arguments
                 )
                 self._compiled = call if self._around is None else self._around(call)
+            if self._derived:
+                self._compiled = self._deriving(self._compiled)
         return self._compiled
+
+    def _seen_deriving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The real call, in eager, which shows by which of its arguments the forward takes gradients."""
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        before = [one.requires_grad for one in given]
+        result = self._eager(args, kwargs)
+        pairs = enumerate(zip(given, before, strict=True))
+        self._derived = {place for place, (one, asked) in pairs if one.requires_grad and not asked}
+        return result
+
+    def _deriving(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` of arguments that require gradients already: no graph can ask for that, and eager's forward does."""
+        derived = self._derived or set()
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            given = (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+            for place, one in enumerate(given):
+                if place in derived and not one.requires_grad:
+                    one.requires_grad_(True)
+            return call(*args, **kwargs)
+
+        return called
 
     @property
     def is_sharded(self) -> bool:
@@ -638,7 +690,8 @@ def cannot_check(reason: str) -> str:
 
 SHARDED = "its parameters are sharded over a mesh of processes: it is compiled unchecked"
 DOUBLE_BACKWARD = (
-    "a gradient of its gradient is taken (create_graph=True, as in a gradient penalty), and compiled code has none"
+    "a gradient of its gradient is taken (create_graph=True, as in a gradient penalty), and compiled code has none; "
+    "compile=second_order compiles what takes it as one graph"
 )
 
 

@@ -40,7 +40,7 @@ def test_a_script_of_the_gallery_trains_as_eager_does(
     pytest.importorskip("diffusers" if "unet" in script.stem else "peft" if "lora" in script.stem else "transformers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
-    for name in ("Regional", "Whole"):  # Inductor takes half a minute for each
+    for name in ("Regional", "Whole", "SecondOrder"):  # Inductor takes half a minute for each
         monkeypatch.setattr(crucible, name, functools.partial(getattr(crucible, name), backend="eager"), raising=False)
     compiled, eager = run(script), run(script, "eager")
     record = compiled["compiling"].record

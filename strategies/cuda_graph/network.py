@@ -38,6 +38,7 @@ from strategies.cuda_graph.capture import (
 from strategies.cuda_graph.recorder import HostRecorder
 from strategies.cuda_graph.state import EQUAL, HostState
 from strategies.errors import first_line, is_out_of_memory
+from strategies.methods import submodules
 from strategies.region import Check, StandIn, is_looked_at, plain
 from strategies.region_state import RegionState
 from strategies.torch_patches import as_capturing
@@ -679,6 +680,8 @@ class NetworkGraphs:
         together = loop is not None and loop.world_size > 1
         if program.sharded:
             self._refuse("under fsdp2 the whole step is captured, or nothing")
+        elif len(submodules(program.regions)) < len(program.regions):
+            self._refuse("methods are compiled (second_order), and the modules in them are theirs")
         elif together:
             self.networks = [Network(self, one.path, one.module) for one in program.regions]
             if not self.networks:

@@ -25,7 +25,7 @@ MODULE_STRATEGIES = sorted(
 )
 
 
-GRAPHS = {"regional": 4, "whole": 1, "modular": 2}
+GRAPHS = {"regional": 4, "whole": 1, "modular": 2, "second_order": 1}
 """Of six blocks of two kinds and two parts; of forward and loss; of an encoder and three blocks."""
 
 

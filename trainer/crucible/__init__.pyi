@@ -13,6 +13,7 @@ from strategies import Part as Part
 from strategies import Program as Program
 from strategies import Ragged as Ragged
 from strategies import Regional as Regional
+from strategies import SecondOrder as SecondOrder
 from strategies import Stage as Stage
 from strategies import Strategy as Strategy
 from strategies import Whole as Whole

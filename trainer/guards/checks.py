@@ -19,6 +19,7 @@ from strategies.base import holds
 from strategies.compare import Difference
 from strategies.errors import is_recompile_limit
 from strategies.loop import Loop, StepHook, gathered
+from strategies.methods import submodules
 from strategies.optimizer.step import installed
 from strategies.region import Check, Kind, Region
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
@@ -90,7 +91,7 @@ class Checks(StepHook):
         checking = program.checking
         checking.begin, checking.report, checking.clock = self._begin, self._report, time.perf_counter
         checking.may_spend = self._has_time
-        holders = {path.rpartition(".")[0] for path in (region.path for region in program.regions) if path}
+        holders = {one.path.rpartition(".")[0] for one in submodules(program.regions) if one.path}
         held = ((path, program.module.get_submodule(path)) for path in holders)
         self._holders = {path: (holder, set(holder.children())) for path, holder in held}
         compiles = any(one.compiles for one in program.strategies)
@@ -432,7 +433,7 @@ class Checks(StepHook):
             return
         self._check_joined()
         there = dict(self._program.module.named_modules(remove_duplicate=False))
-        if gone := [one.path for one in self._program.regions if there.get(one.path) is not one.module]:
+        if gone := [one.path for one in submodules(self._program.regions) if there.get(one.path) is not one.module]:
             self.warn(f"{', '.join(gone)}: no longer in the module; what took the place of a region ran eager")
         missing = self._not_compiled()
         for path, reason in missing.items():

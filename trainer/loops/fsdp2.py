@@ -27,6 +27,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
+from strategies.methods import submodules
 from strategies.regions import expand_blocks, find_containers, never_called
 from trainer.loops.checkpoint_io import ShardedCheckpoints
 from trainer.loops.processes import UNKNOWN, Agreement
@@ -294,7 +295,7 @@ def shard_units(module: nn.Module, program: Program | None) -> list[str]:
 
     One that shares a parameter with the rest of the module is none: both have to be gathered together.
     """
-    paths = [region.path for region in program.regions] if program is not None else []
+    paths = [one.path for one in submodules(program.regions)] if program is not None else []
     if not paths:
         containers = [] if program is None else list(program.blocks)
         paths = expand_blocks(module, containers or find_containers(module))
