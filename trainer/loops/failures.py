@@ -15,6 +15,8 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -107,8 +109,11 @@ class Failures:
             time.sleep(0.1)
 
     def left(self) -> Failure | None:
-        """The first one that a process has left."""
+        """The first one that a process has left; None where nobody serves the store any more."""
         with contextlib.suppress(Exception):
+            if self._rank:  # torch prints a page about a connection that is gone
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                socket.create_connection(address, timeout=LEARN_SECONDS).close()
             if self._store.check([self._key]):
                 return Failure(**json.loads(self._store.get(self._key)))
         return None
@@ -143,8 +148,13 @@ class Started:
             threading.Thread(target=self._poll, name="started processes", daemon=True).start()
 
     def end(self) -> None:
-        """This process ends by itself."""
+        """This process ends by itself; the others, which may wait for it in a collective, with it."""
         self._over.set()
+        until = time.monotonic() + LEARN_SECONDS
+        for process in self._others:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(until - time.monotonic(), 0.0))
+            process.kill()
 
     def wait(self) -> None:
         """Wait for the end of all. Raises RankFailed where one fails at that."""
