@@ -31,6 +31,7 @@ from strategies.compare import rounding_unit
 from strategies.errors import one_line
 from strategies.region import Checking
 from strategies.region_state import RegionState
+from strategies.methods import submodules
 from strategies.regions import compile_in_place, never_called
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer
@@ -59,7 +60,7 @@ class Bench:
 
     def __init__(self, program: Program, saw: Saw) -> None:
         self._program, self._saw = program, saw
-        self._regions = {region.path: region for region in program.regions}
+        self._regions = {region.path: region for region in submodules(program.regions)}
         self._unit = rounding_unit(program.precision, program.device or torch.device("cpu"), program.module)
         self.arguments = {path: copy.deepcopy(region.arguments) for path, region in self._regions.items()}
 
