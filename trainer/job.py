@@ -47,7 +47,8 @@ class Job:
             self._started.wait()
 
     def end(self) -> None:
-        """This process ends by itself, in whatever way."""
+        """This process ends by itself, in whatever way; its groups are not taken down, which takes all processes."""
+        leave_groups()
         if self._started is not None:
             self._started.end()
 

@@ -777,6 +777,8 @@ def why_not_captured(error: BaseException) -> str:
     reason = first_line(error)
     if "legacy stream" in reason:
         reason += " (is the graph of an earlier step still held, by a loss that was kept without detach()?)"
+    if "when stream is capturing" in reason:
+        reason += ": the host reads something from the device there, such as the size of a boolean mask, or .item()"
     return reason
 
 
