@@ -29,9 +29,9 @@ from strategies.base import apply, compiler_settings, holds
 from strategies.check import check_call
 from strategies.compare import rounding_unit
 from strategies.errors import one_line
+from strategies.methods import submodules
 from strategies.region import Checking
 from strategies.region_state import RegionState
-from strategies.methods import submodules
 from strategies.regions import compile_in_place, never_called
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer
