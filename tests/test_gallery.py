@@ -11,7 +11,9 @@ from typing import Any
 import crucible
 import pytest
 import torch
+from torch._dynamo import symbolic_convert
 
+from strategies import region
 from trainer.telemetry.record import RunRecord
 
 GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
@@ -23,6 +25,8 @@ BFLOAT16 = 0.02
 def run(script: Path, *arguments: str) -> dict[str, Any]:
     """Its names after it has run, in a compiler that has not met its code before."""
     torch.compiler.reset()
+    symbolic_convert._import_module.cache_clear()  # of Dynamo: the script that was __main__ before
+    vars(region).pop("__import___main__", None)
     sys.argv = [str(script), *arguments]
     return runpy.run_path(str(script), run_name="__main__")
 

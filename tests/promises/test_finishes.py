@@ -53,7 +53,8 @@ def as_eager(
 @functools.lru_cache(maxsize=1)
 def plain(name: str) -> Outcome:
     """Plain Lightning's training of a case, which those under strategies follow."""
-    return trained(CASES[name].make, None, **CASES[name].options)
+    options = {option: value for option, value in CASES[name].options.items() if option != "close"}
+    return trained(CASES[name].make, None, **options)
 
 
 @pytest.mark.parametrize(
