@@ -9,8 +9,8 @@ from torch import nn
 
 from strategies.base import Program
 from strategies.options import ModuleRequest
-from strategies.region import Kind, Region
-from strategies.regions import RECOMPILE_LIMIT
+from strategies.region import Region
+from strategies.regions import add_region
 
 
 class Method(nn.Module):
@@ -36,21 +36,16 @@ class Method(nn.Module):
 class MethodRegion(Region):
     """While it stands, the owner's attribute of the method's name is what is compiled."""
 
-    def __init__(self, path: str, owner: nn.Module, kind: Kind, arguments: dict[str, Any], program: Program) -> None:
-        name = path.rpartition(".")[2]
-        module = type(name, (Method,), {})(owner, name)  # a class of its own, by which kinds are told apart
-        around = None if program.padding is None else program.padding.around_region
-        super().__init__(path, module, kind, arguments, program.checking, around)
-        self._owner, self._name = owner, name
+    module: Method
 
     def stand(self, standing: bool) -> None:
         """The method is an attribute of the owner's own meanwhile, found before that of its class."""
         super().stand(standing)
-        attributes = vars(self._owner)
+        attributes, name = vars(self.module.owner), self.path.rpartition(".")[2]
         if standing:
-            attributes[self._name] = self.module
-        elif attributes.get(self._name) is self.module:
-            del attributes[self._name]
+            attributes[name] = self.module
+        elif attributes.get(name) is self.module:
+            del attributes[name]
 
 
 def compile_method(program: Program, path: str, request: ModuleRequest) -> None:
@@ -69,14 +64,8 @@ def compile_method(program: Program, path: str, request: ModuleRequest) -> None:
         raise ValueError(
             f"compile.second_order.functions: {type(owner).__name__} has no method {name!r}; it has {', '.join(known)}"
         )
-    arguments = request.compile_arguments()
-    if arguments["dynamic"] is None:
-        arguments["dynamic"] = program.dynamic
-    kind = program.kinds.setdefault((path, repr(sorted(arguments.items()))), Kind(name))
-    program.regions.append(MethodRegion(path, owner, kind, arguments, program))
-    program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
-    if request.embedding_gradient == "inductor":
-        program.settings["embedding_gradient"] = "inductor"
+    method = type(name, (Method,), {})(owner, name)  # a class of its own, by which kinds are told apart
+    add_region(program, path, method, request.compile_arguments(), MethodRegion)
 
 
 def submodules(regions: Iterable[Region]) -> list[Region]:

@@ -44,12 +44,19 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> 
             return None
     for other in [one for one in program.regions if holds(path, one.path)]:
         uncompile(program, [other])
+    return add_region(program, path, module, arguments)
+
+
+def add_region(
+    program: Program, path: str, module: nn.Module, arguments: dict[str, Any], make: type[Region] = Region
+) -> Region:
+    """A region of ``program`` that is compiled with ``arguments``, and the settings under which it may be."""
     if arguments.get("dynamic") is None:
         arguments = {**arguments, "dynamic": program.dynamic}
     named = (type(module), repr(sorted(arguments.items())))
     kind = program.kinds.setdefault(named, Kind(type(module).__name__))
     around = None if program.padding is None else program.padding.around_region
-    region = Region(path, module, kind, arguments, program.checking, around)
+    region = make(path, module, kind, arguments, program.checking, around)
     program.regions.append(region)
     program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
     # Else a hook that is added within a region once it is compiled is left out without a word.

@@ -49,9 +49,7 @@ class SecondOrder(ModuleOptions):
         program.checking.note = program.notes.append
         for path in self.functions:
             compile_method(program, path, self)
-        if self.functions:
-            return
-        for path in called_for(program.module, program.whole):
-            compile_regions(program, self, [path], small=False)
-        if not program.whole:
+        modules = [] if self.functions else called_for(program.module, program.whole)
+        compile_regions(program, self, modules, small=False)
+        if not (self.functions or program.whole):
             compile_children(program, self)

@@ -42,12 +42,11 @@ class Job:
 
     def leave(self) -> None:
         """Wait until the processes started here have ended as well. Raises RankFailed where one fails at that."""
-        leave_groups()
         if self._started is not None:
             self._started.wait()
 
     def end(self) -> None:
-        """This process ends by itself, in whatever way; its groups are not taken down, which takes all processes."""
+        """This process ends, in whatever way; its groups are not taken down, which takes all processes."""
         leave_groups()
         if self._started is not None:
             self._started.end()

@@ -25,8 +25,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-from trainer.sweep.plan import quoted
-
 if TYPE_CHECKING:
     from trainer.settings import TrainerConfig
 
@@ -302,6 +300,8 @@ def start_others(count: int, run_dir: Path) -> None:
     """
     if count < 1:
         return
+    from trainer.sweep.plan import quoted  # not for who imports the callback alone
+
     spec = sys.modules["__main__"].__spec__
     program = [os.path.abspath(sys.argv[0])] if spec is None else ["-m", spec.name]
     port = socket.socket()

@@ -210,7 +210,7 @@ def test_the_other_one_says_who_failed_and_by_what(fault: str, pair: Pair, tmp_p
 
 
 @pytest.mark.parametrize("fault", ["killed within a step", "os._exit"])
-def test_who_died_without_a_word_is_a_broken_connection(fault: str, pair: Pair, tmp_path: Path) -> None:
+def test_who_died_without_an_error_is_a_broken_connection(fault: str, pair: Pair, tmp_path: Path) -> None:
     assert failures.CONSEQUENCE.search(reason(fault, pair, tmp_path))
 
 

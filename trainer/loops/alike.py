@@ -25,21 +25,18 @@ def name_of(rank: int, pid: int | None = None) -> str:
     return f"{rank} ({socket.gethostname()}, pid {pid or os.getpid()})"
 
 
-def compare_facts(rank: int, facts: Mapping[str, str]) -> list[str]:
-    """The names of all processes, by rank; all of them call it. Raises ValueError, in all alike, where ``facts`` (by
-    name) differ between them."""
+def compare_facts(rank: int, facts: Mapping[str, str]) -> None:
+    """All processes call it. Raises ValueError, in all alike, where ``facts`` (by name) differ between them."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (name_of(rank), dict(facts)), group=host_group())
-    names = [name for name, _ in gathered]
-    first = gathered[0][1]
+    of_first, first = gathered[0]
     for name, theirs in gathered:
         for what in {**first, **theirs}:
             if first.get(what) != theirs.get(what):
                 raise ValueError(
-                    f"rank {name} has {what} {theirs.get(what)}, rank {names[0]} has {first.get(what)}: all processes "
+                    f"rank {name} has {what} {theirs.get(what)}, rank {of_first} has {first.get(what)}: all processes "
                     "of a training need the same"
                 )
-    return names
 
 
 def code_of(module: nn.Module) -> dict[str, str]:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from strategies.errors import one_line
 from trainer.loops.alike import name_of
+from trainer.process import others
 from trainer.telemetry.record import RunRecord
 
 AND_SO = "; this process ends with it"
@@ -125,8 +126,6 @@ class Failures:
 
 def dead_child() -> Failure | None:
     """The first of the processes started here that has failed."""
-    from trainer.process import others
-
     for rank, process in enumerate(others, start=1):
         if code := process.poll():
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -142,24 +141,21 @@ class Started:
     def __init__(self, folder: Path, left: Callable[[], Failure | None]) -> None:
         self._folder, self._left = folder, left
         self._over = threading.Event()
-        from trainer.process import others
-
-        self._others = others
         if others:
             threading.Thread(target=self._poll, name="started processes", daemon=True).start()
 
     def end(self) -> None:
-        """This process ends by itself; the others, which may wait for it in a collective, with it."""
+        """This process ends; the others, which may wait for it in a collective, with it."""
         self._over.set()
         until = time.monotonic() + LEARN_SECONDS
-        for process in self._others:
+        for process in others:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(until - time.monotonic(), 0.0))
             process.kill()
 
     def wait(self) -> None:
         """Wait for the end of all. Raises RankFailed where one fails at that."""
-        for process in self._others:
+        for process in others:
             process.wait()
         if (failure := dead_child()) is not None:
             raise RankFailed(self._left() or failure)
@@ -171,7 +167,7 @@ class Started:
         if self._over.wait(GRACE_SECONDS):
             return
         failed = RankFailed(self._left() or failure)
-        for process in self._others:
+        for process in others:
             process.kill()
         fail_record(self._folder, str(failed))
         print_error(f"failed: {failed}")
