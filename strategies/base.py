@@ -331,6 +331,7 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
         embeddings_as_in_eager,
         faults_avoided,
         graphs_may_be_left_out,
+        leaves_within_graphs,
         one_compile_for_all_ranks,
     )
 
@@ -339,7 +340,8 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
     graphs = autograd_config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True)
     of_dynamo = {name: value for name, value in settings.items() if name != "embedding_gradient"}
     embeddings = contextlib.nullcontext() if "embedding_gradient" in settings else embeddings_as_in_eager()
-    patches = (faults_avoided(), graphs_may_be_left_out(), one_compile_for_all_ranks(), embeddings)
+    derives = leaves_within_graphs() if "trace_autograd_ops" in settings else contextlib.nullcontext()
+    patches = (faults_avoided(), graphs_may_be_left_out(), one_compile_for_all_ranks(), embeddings, derives)
     with config.patch(of_dynamo), graphs, contextlib.ExitStack() as patched:
         for each in patches:
             patched.enter_context(each)

@@ -103,7 +103,9 @@ def one_line(error: BaseException) -> str:
     if len(text) > LONGEST:  # every key of a state dict that does not fit
         text = f"{text[:LONGEST]} ..."
     if "from user code:" in lines[:-1]:
-        text += f" ({lines[lines.index('from user code:') + 1]})"
+        places = [line for line in lines[lines.index("from user code:") :] if line.startswith('File "')]
+        users = [line for line in places if origin_of(line.split('"')[1]) == "other"]
+        text += f" ({(users or places)[-1]})" if places else ""
     if REMEDY in getattr(error, "__notes__", ()):
         text += f"; {REMEDY}"
     return hidden(text)

@@ -26,6 +26,7 @@ from torch._dynamo import eval_frame, trace_rules
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from strategies.check import Outcome, check_call, written_to
@@ -200,6 +201,23 @@ class Checking:
         self.checked, self.audited = None, False
 
 
+class RequiringGrad(TorchFunctionMode):
+    """Inside, ``tensors`` takes those on which ``requires_grad_`` is called, or whose ``requires_grad`` is set."""
+
+    calls = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self.calls:
+            self.tensors.append(args[0])
+        return func(*args, **kwargs or {})
+
+
 class StandIn:
     """Called in the place of ``module`` while it stands, with what stood there before in ``before``."""
 
@@ -259,8 +277,9 @@ class Region(StandIn):
         """Whether it ran eager in the step under way: what is computed again in its backward has to do so, too."""
         self._compiled_in_step = False
         """The same of compiled code."""
-        self._derived: set[int] | None = None
-        """Places among the tensors of the arguments that the forward calls ``requires_grad_`` on."""
+        self._derived: dict[int, bool] | None = None
+        """Places among the tensors of the arguments that the forward calls ``requires_grad_`` on, and whether it leaves
+        them so."""
         self._unchecked: str | None = None
         """What eager raised on copies of the inputs."""
         self._watched: list[Large] = []
@@ -507,22 +526,29 @@ class Region(StandIn):
     def _seen_deriving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The real call, in eager, which shows by which of its arguments the forward takes gradients."""
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        before = [one.requires_grad for one in given]
-        result = self._eager(args, kwargs)
-        pairs = enumerate(zip(given, before, strict=True))
-        self._derived = {place for place, (one, asked) in pairs if one.requires_grad and not asked}
+        asked = {id(one) for one in given if one.requires_grad}
+        with RequiringGrad() as seen:
+            result = self._eager(args, kwargs)
+        by = {id(one) for one in seen.tensors} - asked
+        self._derived = {place: one.requires_grad for place, one in enumerate(given) if id(one) in by}
         return result
 
     def _deriving(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call`` of arguments that require gradients already: no graph can ask for that, and eager's forward does."""
-        derived = self._derived or set()
+        """``call`` of arguments that require gradients already: no graph can ask for that, and eager's forward does.
+        Afterwards they require one where eager leaves them so."""
+        derived = self._derived or {}
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            given = (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor))
-            for place, one in enumerate(given):
-                if place in derived and not one.requires_grad:
-                    one.requires_grad_(True)
-            return call(*args, **kwargs)
+            given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+            asking = [(one, left) for place, one in enumerate(given) if (left := derived.get(place)) is not None]
+            asking = [(one, left) for one, left in asking if not one.requires_grad]
+            for one, _ in asking:
+                one.requires_grad_(True)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                for one, left in asking:
+                    one.requires_grad_(left)
 
         return called
 

@@ -110,6 +110,51 @@ def faults_avoided() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def leaves_within_graphs() -> Iterator[None]:
+    """Until the block ends, a graph may return what is derived by a tensor that is made within it.
+
+    A forward that takes a gradient by a tensor of its own (``strain = zeros(...).requires_grad_()``, as NequIP does for
+    the stress) returns what depends on that tensor. Dynamo refuses it, as whoever takes a further gradient by such a
+    result, or by the tensor itself, gets none of the part through the tensor. Nobody outside can name the tensor but
+    through the outputs; a wrong gradient of inputs or weights is found by the region's check. Tried: 2.15,
+    https://github.com/pytorch/pytorch/blob/v2.15.0/torch/_dynamo/output_graph.py
+    (OutputGraph._check_requires_grad_intermediate_outputs).
+    """
+    from torch._dynamo.output_graph import OutputGraph
+
+    name = "_check_requires_grad_intermediate_outputs"
+    patch = mock.patch.object(OutputGraph, name, return_value=None) if hasattr(OutputGraph, name) else _requiring_grad()
+    with patch:
+        yield
+
+
+def _requiring_grad() -> contextlib.AbstractContextManager[Any]:
+    """What later versions have, for torch 2.11: ``requires_grad_()`` of a tensor that is made within a graph is traced.
+
+    AOTAutograd traces the graph once more, under functorch, which refuses the call unless it is told to allow it.
+    """
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    functorch: Any = torch._C._functorch
+    refuse = TensorVariable.method_requires_grad_
+
+    def requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        value = self.as_proxy().node.meta["example_value"]
+        asked = requires_grad is True or requires_grad.as_python_constant()
+        if self.source or value.requires_grad or not asked:
+            return refuse(self, tx, requires_grad)
+        allow, before = functorch.set_inplace_requires_grad_allowed, functorch.get_inplace_requires_grad_allowed()
+        tx.output.create_node("call_function", allow, (True,), {})
+        tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
+        tx.output.create_node("call_function", allow, (before,), {})
+        value.requires_grad_(True)
+        self.requires_grad = True
+        return self
+
+    return mock.patch.object(TensorVariable, "method_requires_grad_", requires_grad_)
+
+
 _graphs_left_out = False
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from tasks.base import BatchCounts, Declaration, Task
 from tasks.captioning.task import CaptionerSize, Captioning, Coco, Lognormal, Shapes
+from tasks.forces.task import Forces
 from tasks.image_classification.task import ImageClassification, ImageFolder, LabelledShapes
 from tasks.language.sources import Stdlib, TextFiles
 from tasks.language.task import BertNetwork, Gpt2Network, LanguageModelling, LlamaNetwork, MaskedLM
 from tasks.micro.task import Micro
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Captioning, ImageClassification, LanguageModelling, MaskedLM, Micro)
+    task.name: task for task in (Captioning, Forces, ImageClassification, LanguageModelling, MaskedLM, Micro)
 }
 """Tasks by their name on the command line."""
 

@@ -217,19 +217,75 @@ def test_without_its_name_the_line_says_what_to_do() -> None:
     assert module.losses == pytest.approx(expected.losses, rel=CLOSE)
 
 
-class MakesItsOwn(Heat):
-    """Takes the gradient by a tensor that the method makes."""
+class Strained(Potential):
+    """Takes a gradient by a tensor that it makes itself, too, and leaves its argument as it was, as NequIP does."""
 
+    def forward(self, positions_BA3: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            strain_B33 = torch.zeros(len(positions_BA3), 3, 3, dtype=positions_BA3.dtype)
+            strain_B33.requires_grad_(True)
+            asked = positions_BA3.requires_grad
+            positions_BA3.requires_grad_(True)
+            moved_BA3 = positions_BA3 + positions_BA3 @ (strain_B33 + strain_B33.mT)
+            apart_BAA1 = (moved_BA3[:, :, None] - moved_BA3[:, None] + 1e-3).square().sum(-1, keepdim=True)
+            energy_B = self.pair(torch.exp(-apart_BAA1)).sum((1, 2, 3))
+            given = positions_BA3, strain_B33
+            slope_BA3, stress_B33 = torch.autograd.grad([energy_B.sum()], given, create_graph=True)
+            if not asked:
+                positions_BA3.requires_grad_(False)
+        return energy_B + stress_B33.square().mean((1, 2)), -slope_BA3
+
+
+class Stressed(Forces):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.potential = Strained()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert not batch.requires_grad
+        return loss
+
+
+def test_a_gradient_by_a_tensor_that_is_made_within_is_in_the_graph() -> None:
+    expected, _ = trained(Stressed, [])
+    module, compiling = trained(Stressed, [Stressed.strategy])
+    assert compiling.record.eager_parts == {}
+    assert compiling.record.regions_compiled == 1
+    assert module.losses == pytest.approx(expected.losses, rel=CLOSE)
+    for one, other in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
+
+
+class Prints(Heat):
     def residual(self, points_N2: Tensor) -> Tensor:
-        return super().residual(points_N2.detach() * 1.0)
+        print(end="")
+        return super().residual(points_N2)
 
 
 def test_what_cannot_be_traced_runs_eager() -> None:
-    batches = MakesItsOwn().batches()[:8]
-    expected, _ = trained(MakesItsOwn, [], batches)
-    module, compiling = trained(MakesItsOwn, [SecondOrder(functions=["residual"], backend="aot_eager")], batches)
-    assert "requires_grad_()" in compiling.record.eager_parts["residual"]
+    batches = Prints().batches()[:8]
+    expected, _ = trained(Prints, [], batches)
+    module, compiling = trained(Prints, [SecondOrder(functions=["residual"], backend="aot_eager")], batches)
+    assert "test_second_order.py" in compiling.record.eager_parts["residual"], "the line that stands in the way"
     assert module.losses == expected.losses
+
+
+class Hooked(Heat):
+    """A hook that is added during the training, to the network within the method."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 6:
+            self.net[0].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def test_a_hook_added_later_is_in_force_within_a_method() -> None:
+    batches = Hooked().batches()[:12]
+    expected, _ = trained(Hooked, [], batches)
+    module, compiling = trained(Hooked, [SecondOrder(functions=["residual"], backend="aot_eager")], batches)
+    assert compiling.record.eager_parts == {}
+    assert module.losses == pytest.approx(expected.losses, rel=CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
         ),
         "data": Shapes(batch_size=2, train_images=8, val_images=2, num_workers=0),
     },
+    "forces": {"batch_size": 2, "most_atoms": 6, "width": 8, "layers": 2, "train_examples": 8},
     "image_classification": {
         "model": "timm/test_resnet",
         "image_size": 32,

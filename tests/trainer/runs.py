@@ -32,6 +32,16 @@ SMALLEST: dict[str, tuple[str, ...]] = {
         # One shape, so that nothing is compiled again for symbolic ones.
         "task.data.pad_to=48",
     ),
+    "forces": (
+        "task.batch_size=2",
+        "task.most_atoms=8",
+        "task.pad_to=8",
+        "task.width=8",
+        "task.layers=2",
+        "task.radials=4",
+        "task.train_examples=64",
+        "task.val_examples=2",
+    ),
     "image_classification": (
         "task.model=timm/test_vit",
         "task.image_size=32",
@@ -94,6 +104,9 @@ NOT_FOR: dict[str, dict[str, str]] = {
     "image_classification": dict.fromkeys(("buckets", "dynamic"), "no tensor of the batch is declared ragged")
 }
 """What the error says, by task and by strategy that cannot be applied to it."""
+
+ALONE: dict[str, tuple[str, ...]] = {"forces": ("eager", "second_order")}
+"""By task, the arms of the contract, where it has not all: what else compiles modules leaves this one eager."""
 
 STEPS = 4
 MODULE_STRATEGIES = sorted(

@@ -21,6 +21,7 @@ from tasks import TASKS
 from tests.conftest import ROOT
 from tests.trainer.conftest import FLOOR, Baseline
 from tests.trainer.runs import (
+    ALONE,
     MODULE_STRATEGIES,
     STEPS,
     curve,
@@ -93,6 +94,7 @@ def every_pair(*, refused: bool = False) -> pytest.MarkDecorator:
             for task in sorted(TASKS)
             for arm in arms
             if bool(refusal(task, arm)) is refused
+            and arm in ALONE.get(task, arms)
             and (task == "micro" or not (arm.startswith("[") or (arm in elsewhere and not refused)))
         ],
     )

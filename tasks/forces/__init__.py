@@ -1,0 +1,4 @@
+"""Energies and forces of clusters of atoms, learned by a network that messages pass through."""
+
+KINDS = 3
+"""Chemical elements, numbered from 1; 0 is padding."""
