@@ -11,6 +11,7 @@ has paid back, memory, and a verdict. --markdown and --json have all other figur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ ABOUT = """\
 ~ no difference is shown; ± half of the range over the runs. docs/comparing.md says how each figure is made.
 
 what is trained, with overrides: crucible train -m compile=eager,regional,whole OVERRIDES, whose options and folders it
-has (crucible train --help); compile= with other values, or hydra.launcher.arms=[...], replaces the three.
+has (crucible train --help); compile= with other values, or hydra.launcher.arms=[...], replaces the three. task=forces,
+whose loss holds a gradient, trains eager and second_order.
 
 Exit codes: 0 compared, 1 a training failed or a figure of --against neither holds nor is better, 2 refused
 (wrong arguments, no records).
@@ -46,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         from trainer import cli
 
         named = any(word.startswith(("compile=", "hydra.launcher.arms=")) for word in given)
-        sys.argv[1:] = ["-m", *([] if named else ["compile=eager,regional,whole"]), *given]
+        sys.argv[1:] = ["-m", *([] if named else [f"compile=eager,{_compiled(given)}"]), *given]
         cli.main()  # a sweep of the arms, which ends the process
         return 0
     made = parser("compare", __doc__ or "", ABOUT)
@@ -62,6 +64,16 @@ def main(arguments: list[str] | None = None) -> int:
     add("--against", metavar="RUN", help=against_help)
     options = made.parse_args(given)
     return exit_code(lambda _: compared(options))
+
+
+def _compiled(given: Sequence[str]) -> str:
+    """The strategies that are compared with eager: those that the task which ``given`` names can be compiled with."""
+    from trainer.config import compose
+
+    derives = False
+    with contextlib.suppress(Exception):  # a sweep over tasks, or one that is not there: the sweep says so
+        derives = compose([word for word in given if word.startswith(("task=", "experiment="))]).task.derives
+    return "second_order" if derives else "regional,whole"
 
 
 def compared(options: argparse.Namespace) -> int:

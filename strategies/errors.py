@@ -69,17 +69,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+SECOND_ORDER = "compile=second_order compiles what takes it as one graph"
 REPLACED = {
     "Hard failure due to ": (
         "one piece of code was compiled as often as torch._dynamo.config.recompile_limit allows; the record's events "
         "name the guard that failed each time"
     ),
     "does not currently support double backward": (
-        "a gradient of a gradient (create_graph=True, as in a gradient penalty) cannot be taken through compiled code; "
-        "on_compile_error=eager leaves the regions concerned eager, or name other blocks and parts to compile"
+        "a gradient of its gradient is taken (create_graph=True, as in a gradient penalty), and compiled code has "
+        f"none; {SECOND_ORDER}"
     ),
 }
 """What takes the place of torch's words, by a piece of them."""
+INNER_GRADIENT = ("requires_grad_() call", "torch.autograd.grad` with")
+"""In what Dynamo says of a gradient that a forward takes."""
 REMEDY = "on_compile_error=eager runs such regions eager; fullgraph=false compiles around what breaks a graph"
 """Note to an error of the compiler that ends a run."""
 LONGEST = 400
@@ -106,6 +109,9 @@ def one_line(error: BaseException) -> str:
         places = [line for line in lines[lines.index("from user code:") :] if line.startswith('File "')]
         users = [line for line in places if origin_of(line.split('"')[1]) == "other"]
         text += f" ({(users or places)[-1]})" if places else ""
+    derives = getattr(sys.modules.get("torch._dynamo.config"), "trace_autograd_ops", False)
+    if not derives and any(words in text for words in INNER_GRADIENT):
+        text += f"; where that is for a gradient within the loss, {SECOND_ORDER}"
     if REMEDY in getattr(error, "__notes__", ()):
         text += f"; {REMEDY}"
     return hidden(text)

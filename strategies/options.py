@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from strategies.base import Strategy, wrong
 
@@ -29,6 +29,9 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 @dataclass(kw_only=True, slots=True)
 class CompilerRequest:
     """Arguments for ``torch.compile``; see its documentation for mode, backend, fullgraph and dynamic."""
+
+    may_break: ClassVar[bool] = True
+    """Whether ``fullgraph`` may be false."""
 
     mode: str = "default"
     """Inductor preset, one of ``MODES``."""

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.check import Outcome, check_call, written_to
 from strategies.compare import MULTIPLES, SINGLE, Difference, autocast_unit
-from strategies.errors import is_compile_error, is_out_of_memory, one_line
+from strategies.errors import REPLACED, is_compile_error, is_out_of_memory, one_line
 from strategies.region_state import Changed, Large, RegionState
 
 MAX_CHECKED = 8
@@ -715,10 +715,7 @@ def cannot_check(reason: str) -> str:
 
 
 SHARDED = "its parameters are sharded over a mesh of processes: it is compiled unchecked"
-DOUBLE_BACKWARD = (
-    "a gradient of its gradient is taken (create_graph=True, as in a gradient penalty), and compiled code has none; "
-    "compile=second_order compiles what takes it as one graph"
-)
+DOUBLE_BACKWARD = REPLACED["does not currently support double backward"]
 
 
 def _compiled_node(node: Any) -> Any:

@@ -29,6 +29,7 @@ class SecondOrder(ModuleOptions):
 
     name: ClassVar[str] = "second_order"
     stage: ClassVar[Stage] = Stage.MODULE
+    may_break: ClassVar[bool] = False
 
     functions: list[str] = field(default_factory=list)
     """Methods to compile, as they are called: ``penalty`` of the module itself, ``net.energy_and_forces`` of the

@@ -67,6 +67,8 @@ class Task:
     """Directory and chart name of the task."""
     monitor: ClassVar[str | None] = None
     """Validation metric, lower is better, by which ``checkpoints/best.ckpt`` is chosen; None keeps no best one."""
+    derives: ClassVar[bool] = False
+    """Whether the loss holds a gradient of the network, so that ``second_order`` alone compiles it."""
 
     @property
     def title(self) -> str:
@@ -113,7 +115,7 @@ class TrainedTask(Task):
     """Whether inputs are tokens that are looked up: every product then has two operands that need a gradient, and
     backward costs twice forward."""
     accuracy: ClassVar[str] = "val/accuracy"
-    """Key of the share of targets that were predicted right."""
+    """Key of the mean of what the network scores beside the loss: the share of targets predicted right."""
     inputs: ClassVar[tuple[str, ...]] = ("inputs", "targets")
     """What of a batch the network takes in training, in its order."""
     blocks: ClassVar[tuple[str, ...]] = ("net.blocks",)

@@ -335,6 +335,7 @@ def test_overrides_alone_are_those_of_train(edge: None, called: Calls, monkeypat
     ("arguments", "arms"),
     [
         (["task=micro"], ["compile=eager,regional,whole", "task=micro"]),
+        (["experiment=forces", "seed=1,2"], ["compile=eager,second_order", "experiment=forces", "seed=1,2"]),
         (["task=micro", "compile=eager,debug"], ["task=micro", "compile=eager,debug"]),
     ],
 )

@@ -39,6 +39,7 @@ class Optimizer(CompileOptions):
     name: ClassVar[str] = "optimizer"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     headlines: ClassVar[tuple[str, ...]] = ("form",)
+    may_break: ClassVar[bool] = False
 
     mode: str = "default"
     """Inductor preset, one of ``MODES``."""

@@ -21,6 +21,7 @@ class Forces(TrainedTask):
     the loss. ``compile=second_order`` compiles both as one graph; other strategies leave the network eager."""
 
     name: ClassVar[str] = "forces"
+    derives: ClassVar[bool] = True
     inputs: ClassVar[tuple[str, ...]] = ("positions", "elements", "energies", "forces")
     accuracy: ClassVar[str] = "val/force_error"
     blocks: ClassVar[tuple[str, ...]] = ("net.potential.blocks",)

@@ -284,14 +284,67 @@ def gluonts(run: Run) -> None:
     ).train(PandasDataset(frame))
 
 
+def nequip(run: Run) -> None:
+    """Energies and forces of clusters of several sizes: the loss holds a gradient, which the forward takes."""
+    import lightning as L
+    from nequip.data import AtomicDataDict
+    from nequip.model import NequIPGNNModel
+    from nequip.utils.global_state import set_global_state
+
+    class Forces(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.potential = NequIPGNNModel(
+                seed=0, model_dtype="float64", r_max=4.0, type_names=["A", "B"], num_layers=2, l_max=1, num_features=4,
+                parity=False, radial_mlp_depth=1, radial_mlp_width=8, avg_num_neighbors=8.0,
+                per_type_energy_scales=1.0, per_type_energy_shifts=0.0,
+            )  # fmt: skip
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            clusters, forces = batch
+            found = self.potential(dict(clusters))
+            energy = found[AtomicDataDict.TOTAL_ENERGY_KEY]
+            return energy.square().mean() + (found[AtomicDataDict.FORCE_KEY] - forces).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.001)
+
+    draw = torch.Generator().manual_seed(0)  # imports draw from the global one
+
+    def clusters() -> tuple[dict[str, Tensor], Tensor]:
+        sizes = torch.randint(4, 9, (3,), generator=draw)
+        places = [4 * torch.rand(int(size), 3, generator=draw) for size in sizes]
+        near = [(torch.cdist(place, place) < 4).fill_diagonal_(False).nonzero().T for place in places]
+        starts = sizes.cumsum(0) - sizes
+        return {
+            AtomicDataDict.POSITIONS_KEY: torch.cat(places),
+            AtomicDataDict.ATOM_TYPE_KEY: torch.randint(0, 2, (int(sizes.sum()),), generator=draw),
+            AtomicDataDict.EDGE_INDEX_KEY: torch.cat([one + start for one, start in zip(near, starts, strict=True)], 1),
+            AtomicDataDict.BATCH_KEY: torch.arange(3).repeat_interleave(sizes),
+            AtomicDataDict.NUM_NODES_KEY: sizes,
+        }, torch.randn(int(sizes.sum()), 3, generator=draw)
+
+    before = torch.get_default_dtype()
+    set_global_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        batches = [clusters() for _ in range(run.steps)]
+        L.Trainer(**run.options).fit(Forces(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    finally:
+        torch.set_default_dtype(before)
+
+
 LIBRARIES: dict[str, Callable[[Run], None]] = {
     training.__name__: training
     for training in (
         *(torch_geometric, chemprop, pytorch_forecasting, darts, neuralforecast),
-        *(scvi, monai, lightly, segmentation_models_pytorch, gluonts),
+        *(scvi, monai, lightly, segmentation_models_pytorch, gluonts, nequip),
     )
 }
 ARMS = ("regional", "whole", "optimizer", "auto")
+"""Of every library."""
+DERIVING = "nequip"
+"""The library whose loss holds a gradient; ``second_order`` is tried on it, too."""
 LINE = "{:<28} {:<10} {:<10} {:<9} {:<9} {:<7} {:<9} {}"
 
 
@@ -326,7 +379,7 @@ def train(
 
 
 def _callbacks(library: str, arm: str | None, backend: str, result: Result, *, rounded: bool) -> list[Any]:
-    from crucible import Auto, Compile, Optimizer, Regional, Whole
+    from crucible import Auto, Compile, Optimizer, Regional, SecondOrder, Whole
 
     if library in ("darts", "neuralforecast"):
         import pytorch_lightning as lightning
@@ -350,6 +403,7 @@ def _callbacks(library: str, arm: str | None, backend: str, result: Result, *, r
         "whole": lambda: Whole(backend=backend),
         "optimizer": lambda: Optimizer(backend=backend),
         "auto": lambda: Auto(),
+        "second_order": lambda: SecondOrder(backend=backend),
     }
     return [Watch()] if arm is None else [Compile([kinds[arm]()], save=False, verbose=False), Watch()]
 
