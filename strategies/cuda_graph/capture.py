@@ -409,11 +409,13 @@ class StepGraphs:
                 self._prove(shape, variant, calls, fresh=fresh)
         self._waited += self._wants_audit
         assert variant.replay is not None
-        torch._foreach_copy_(variant.inputs, tensors)
+        with torch.no_grad():  # a step may ask for gradients by its batch
+            torch._foreach_copy_(variant.inputs, tensors)
         calls.before_replay()
         variant.replay()
-        for place in variant.written:
-            tensors[place].copy_(variant.inputs[place])
+        with torch.no_grad():
+            for place in variant.written:
+                tensors[place].copy_(variant.inputs[place])
         self.replays += 1
         return pytree.tree_map_only(Tensor, torch.clone, variant.results)
 

@@ -216,10 +216,11 @@ class Repeating:
 
         def again() -> dict[tuple[str, str], Tensor]:
             record.starts.put_back()
-            if inputs:
-                torch._foreach_copy_(list(inputs), record.inputs)
-            for one, value in zip(scalars, record.scalars, strict=True):
-                one.copy_(value)
+            with torch.no_grad():  # a step may ask for gradients by its batch
+                if inputs:
+                    torch._foreach_copy_(list(inputs), record.inputs)
+                for one, value in zip(scalars, record.scalars, strict=True):
+                    one.copy_(value)
             self._set_random_state(record.random_state)
             replay()
             seen = dict(zip(record.names, record.starts.tensors, strict=True))

@@ -12,11 +12,13 @@ import math
 import random
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import DataLoader, Dataset
 
 from tasks.forces import KINDS
 from tasks.loading import ResumableDataModule
@@ -50,19 +52,40 @@ class Clusters(NamedTuple):
         return ("atoms",)
 
 
-class Cluster(NamedTuple):
-    """One example, without padding."""
+class ClusterSet(Dataset[int]):
+    """Clusters, all padded to one size; an item is its number, of which ``batch`` makes what a loader yields."""
 
-    positions: Tensor
-    elements: Tensor
-    energy: Tensor
-    forces: Tensor
+    def __init__(self, keys: Sequence[str], *, least: int, most: int, cutoff: float) -> None:
+        """A cluster for each key, of ``least`` to ``most`` atoms, with its energy and forces."""
+        self.lengths = [random.Random(key).randint(least, most) for key in keys]
+        places_N3 = _lattice(most)
+        positions_BA3 = torch.zeros(len(keys), most, 3, dtype=torch.float64)
+        self.elements = torch.zeros(len(keys), most, dtype=torch.int64)
+        for row, (key, size) in enumerate(zip(keys, self.lengths, strict=True)):
+            draw = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+            jitter_A3 = torch.randn(size, 3, generator=draw, dtype=torch.float64).clamp(-2, 2)
+            positions_BA3[row, :size] = SPACING * places_N3[:size] + JITTER * jitter_A3
+            self.elements[row, :size] = torch.randint(1, KINDS + 1, (size,), generator=draw)
+        positions_BA3.requires_grad_()
+        energies_B = morse(positions_BA3, self.elements, cutoff=cutoff)
+        (slopes_BA3,) = torch.autograd.grad(energies_B.sum(), positions_BA3)
+        self.positions, self.forces = positions_BA3.detach().float(), -slopes_BA3.float()
+        self.energies = energies_B.detach().float()
 
+    def __len__(self) -> int:
+        return len(self.lengths)
 
-class ClusterSet(list[Cluster]):
-    @property
-    def lengths(self) -> list[int]:
-        return [len(cluster.elements) for cluster in self]
+    def __getitem__(self, number: int) -> int:
+        return range(len(self))[number]
+
+    def batch(self, numbers: Sequence[int], width: int | None = None) -> Clusters:
+        """``width``: atoms of a row, padding among them; None: as many as the largest cluster has."""
+        rows, atoms = torch.tensor(numbers), [self.lengths[number] for number in numbers]
+        largest = max(atoms)
+        by_atom = (one[rows, :largest] for one in (self.positions, self.elements, self.forces))
+        missing = (width or largest) - largest
+        positions, elements, forces = (pad(one, (0, 0) * (one.ndim - 2) + (0, missing)) for one in by_atom)
+        return Clusters(positions, elements, self.energies[rows], forces, sum(atoms))
 
 
 class ClusterData(ResumableDataModule):
@@ -72,9 +95,8 @@ class ClusterData(ResumableDataModule):
 
     def open(self) -> None:
         task = self.task
-        self.collate = self._padded
         self.train_set, self.val_set = (
-            make_clusters(
+            ClusterSet(
                 [f"{self.seed}/{split}/{number}" for number in range(count)],
                 least=task.least_atoms,
                 most=task.most_atoms,
@@ -83,37 +105,13 @@ class ClusterData(ResumableDataModule):
             for split, count in task.counts.items()
         )
 
-    def _padded(self, clusters: Sequence[Cluster]) -> Clusters:
-        atoms = [len(cluster.elements) for cluster in clusters]
-        width = self.task.pad_to or max(atoms)
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.collate = partial(self.train_set.batch, width=self.task.pad_to)
+        return super().train_dataloader()
 
-        def stacked(name: str) -> Tensor:
-            rows = [getattr(cluster, name) for cluster in clusters]
-            return torch.stack([pad(row, (0, 0) * (row.ndim - 1) + (0, width - len(row))) for row in rows])
-
-        energies = torch.stack([cluster.energy for cluster in clusters])
-        return Clusters(stacked("positions"), stacked("elements"), energies, stacked("forces"), sum(atoms))
-
-
-def make_clusters(keys: Sequence[str], *, least: int, most: int, cutoff: float) -> ClusterSet:
-    """A cluster for each key, of ``least`` to ``most`` atoms, with its energy and forces."""
-    sizes = [random.Random(key).randint(least, most) for key in keys]
-    places_N3 = _lattice(most)
-    positions_BA3 = torch.zeros(len(keys), most, 3, dtype=torch.float64)
-    elements_BA = torch.zeros(len(keys), most, dtype=torch.int64)
-    for row, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-        draw = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-        jitter_A3 = torch.randn(size, 3, generator=draw, dtype=torch.float64).clamp(-2, 2)
-        positions_BA3[row, :size] = SPACING * places_N3[:size] + JITTER * jitter_A3
-        elements_BA[row, :size] = torch.randint(1, KINDS + 1, (size,), generator=draw)
-    positions_BA3.requires_grad_()
-    energies_B = morse(positions_BA3, elements_BA, cutoff=cutoff)
-    (slopes_BA3,) = torch.autograd.grad(energies_B.sum(), positions_BA3)
-    columns = (positions_BA3.detach().float(), elements_BA, energies_B.detach().float(), -slopes_BA3.float())
-    return ClusterSet(
-        Cluster(positions[:size], elements[:size], energy, forces[:size])
-        for size, positions, elements, energy, forces in zip(sizes, *columns, strict=True)
-    )
+    def val_dataloader(self) -> DataLoader[Any]:
+        self.collate = partial(self.val_set.batch, width=self.task.pad_to)
+        return super().val_dataloader()
 
 
 def _lattice(count: int) -> Tensor:

@@ -114,9 +114,21 @@ def test_progress_is_drawn_as_recorded_of_one_run_of_each_arm() -> None:
 
     runs = [began("whole", "cold", seconds, turn) for turn, seconds in enumerate((30.0, 20.0, 25.0), start=1)]
     figure = drawn("progress", began("eager", "cold", 5.0, 1), *runs, began("whole", "warm", 7.0, 1))
-    found = {(line.get_color(), *line.get_xdata()) for line in figure.axes[0].get_lines()}  # type: ignore[misc]
+    found = {(line.get_color(), *line.get_ydata()) for line in figure.axes[0].get_lines()}  # type: ignore[misc]
     assert found == {(BASELINE, 5.0, 10.0), (ARMS[0], 25.0, 50.0)}, "the middle one of the cold starts"
-    assert {"eager", "whole", "Optimizer steps done"} <= set(texts(figure))
+    title = "eager was through with 200 steps after 10 s"
+    assert {"eager · 10 s", "whole · 50 s", title} <= set(texts(figure))
+
+
+def test_progress_says_in_its_title_who_was_through_first() -> None:
+    runs = [
+        record(arm, start="cold", warmup_seconds=1.0, progress=[[0, 5.0], [2000, seconds]])
+        for arm, seconds in (("eager", 120.0), ("whole", 81.4), ("regional", 81.0))
+    ]
+    figure = drawn("progress", *runs)
+    assert "regional was through with 2,000 steps after 81 s, eager after 120 s" in texts(figure)
+    ends = {text.get_text(): text.xy[1] for text in figure.axes[0].texts}  # type: ignore[attr-defined]
+    assert ends["whole · 81 s"] - ends["regional · 81 s"] > 5, "names do not lie on each other"
 
 
 def test_losses_are_medians_over_seeds_and_below_less_eagers_of_the_same_seed() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasks.forces.data import Clusters, envelope, make_clusters, morse
+from tasks.forces.data import Clusters, ClusterSet, envelope, morse
 from tasks.forces.model import ForcesNet
 from tasks.forces.task import Forces
 from tests.tasks.conftest import opened
@@ -33,23 +33,26 @@ def in_double(batch: Clusters) -> tuple[Tensor, ...]:
 
 
 def test_forces_of_the_data_are_the_slopes_of_its_energy() -> None:
-    (cluster,) = make_clusters(["0/train/5"], least=6, most=6, cutoff=CUTOFF)
-    positions, elements = cluster.positions.double()[None], cluster.elements[None]
+    cluster = ClusterSet(["0/train/5"], least=6, most=6, cutoff=CUTOFF).batch([0])
+    positions, elements = cluster.positions.double(), cluster.elements
     step = 1e-5
     for atom in range(6):
         for axis in range(3):
             moved = torch.zeros_like(positions)
             moved[0, atom, axis] = step
             up, down = (morse(positions + sign * moved, elements, cutoff=CUTOFF) for sign in (1, -1))
-            assert float(-(up - down) / (2 * step)) == pytest.approx(float(cluster.forces[atom, axis]), abs=1e-4)
+            assert float(-(up - down) / (2 * step)) == pytest.approx(float(cluster.forces[0, atom, axis]), abs=1e-4)
 
 
 def test_a_cluster_depends_on_its_key_alone() -> None:
     keys = [f"0/train/{number}" for number in range(4)]
-    together, alone = (make_clusters(some, least=3, most=9, cutoff=CUTOFF) for some in (keys, keys[2:3]))
-    for one, other in zip(together[2], alone[0], strict=True):
-        assert torch.equal(one, other)
-    assert {len(cluster.elements) for cluster in together} <= set(range(3, 10))
+    together, alone = (ClusterSet(some, least=3, most=9, cutoff=CUTOFF) for some in (keys, keys[2:3]))
+    for one, other in zip(together.batch([2]), alone.batch([0]), strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    assert set(together.lengths) <= set(range(3, 10))
+    assert len(together) == 4
+    with pytest.raises(IndexError):
+        together[4]
 
 
 def test_the_envelope_ends_smoothly() -> None:

@@ -78,6 +78,18 @@ class ReadsNothing(Plain):
 
 
 @habit(None)
+class TakesAGradientByItsBatch(Plain):
+    """As potentials and gradient penalties do; the batch requires a gradient afterwards."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        inputs.requires_grad_(True)
+        outputs = self.net(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        return (outputs - targets).square().mean() + slope.square().mean()
+
+
+@habit(None)
 class HasConstantsEverywhere(Plain):
     factor = 2.0
 

@@ -28,8 +28,8 @@ MAX_ARMS = 10
 """Arms whose lines are drawn; of more than these, the slowest are left to the table."""
 MIN_STEPS, MAX_STEPS = 10, 1_000_000
 POINTS = 121
-MAX_NAME, LEGEND = 52, 44
-"""Characters of an arm's name, beside its bar and in the legend."""
+MAX_NAME, LEGEND, MAX_END = 52, 44, 24
+"""Characters of an arm's name, beside its bar, in the legend, and at the end of its line."""
 TITLE: dict[str, Any] = {"loc": "left", "weight": "bold", "size": 11}
 PALE = 0.35
 """Opacity of a line of which no difference from the baseline is shown."""
@@ -94,7 +94,7 @@ def _most(comparison: WorkloadComparison) -> float:
 
 
 def progress(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
-    """Optimizer steps done over the seconds since the start of the process, as measured: when an arm begins to train,
+    """Seconds since the start of the process over the optimizer steps done, as measured: when an arm begins to train,
     where it stands still, and when it has overtaken another one. Of each arm's runs from the comparison's start the one
     whose last step ended in the middle; None where no run says when its steps were done."""
     found: dict[str, list[list[float]]] = {}
@@ -106,12 +106,37 @@ def progress(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     arms = sorted(found, key=lambda arm: (arm != comparison.baseline, found[arm][-1][1]))[:MAX_ARMS]
     if not arms:
         return None
-    with _panels(["Optimizer steps done"], arms, palette) as (figure, (axes,)):
+    with _panels([_through_first({arm: found[arm][-1] for arm in arms}, comparison.baseline)], [], palette) as (
+        figure,
+        (axes,),
+    ):
         for arm in reversed(arms):
             steps, seconds = zip(*found[arm], strict=True)
-            axes.plot(seconds, steps, color=palette[arm], linewidth=1.9)
-        axes.set(xlabel="seconds since the start of the process", xlim=(0, None), ylim=(0, None))
+            axes.plot(steps, seconds, color=palette[arm], linewidth=1.9)
+        axes.set(
+            xlabel="optimizer steps", ylabel="seconds since the start of the process", xlim=(0, None), ylim=(0, None)
+        )
+        # Names at the lines' ends, as far from each other as a line of text is high.
+        height, lowest = axes.get_ylim()[1] * LINE_INCHES / PANEL_INCHES, -math.inf
+        for arm in sorted(arms, key=lambda arm: found[arm][-1][1]):
+            step, second = found[arm][-1]
+            lowest = max(second, lowest + height)
+            text, place = f"{cut(arm, MAX_END)} · {second:,.0f} s", (step, lowest)
+            axes.annotate(
+                text, place, xytext=(5, 0), textcoords="offset points", color=palette[arm], va="center", size=9
+            )
     return figure
+
+
+def _through_first(ends: Mapping[str, Sequence[float]], baseline: str) -> str:
+    """What the picture of progress shows, of the last step of each arm and its seconds."""
+    steps = max(step for step, _ in ends.values())
+    through = {arm: seconds for arm, (step, seconds) in ends.items() if step == steps}
+    first = min(through, key=lambda arm: through[arm])
+    point = f"{cut(first, MAX_END)} was through with {steps:,.0f} steps after {through[first]:,.0f} s"
+    if first == baseline or baseline not in through:
+        return point
+    return f"{point}, {cut(baseline, MAX_END)} after {through[baseline]:,.0f} s"
 
 
 def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
@@ -216,8 +241,10 @@ def save(figure: Figure, file: Any, **options: Any) -> None:
 
 
 @contextmanager
-def _panels(titles: Sequence[str], arms: Sequence[str], palette: Palette) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure with a panel for each title, and below them the names of the arms."""
+def _panels(
+    titles: Sequence[str], arms: Sequence[str], palette: Palette
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure with a panel for each title, and below them the names of ``arms``."""
     with _drawing():
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
@@ -230,7 +257,8 @@ def _panels(titles: Sequence[str], arms: Sequence[str], palette: Palette) -> Ite
             axes.grid(True)
             axes.set_title(title, **TITLE)
         yield figure, panels
-        figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, labelspacing=0.25)
+        if handles:
+            figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=9, labelspacing=0.25)
 
 
 @contextmanager
