@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 set_global_state()  # NequIP's own: float64 as torch's default
 GPU = torch.cuda.is_available()
 CLUSTERS, ATOMS, CUTOFF = (8, (40, 64), 5.0) if GPU else (3, (4, 9), 4.0)
-SIZES = {"num_layers": 4, "l_max": 2, "num_features": 32} if GPU else {"num_layers": 2, "l_max": 1, "num_features": 8}
+SIZES = {"num_layers": 2, "l_max": 1, "num_features": 32} if GPU else {"num_layers": 2, "l_max": 1, "num_features": 8}
 
 
 class Forces(L.LightningModule):
@@ -55,7 +55,9 @@ def batch():
 
 
 L.seed_everything(0)
-strategies = [] if "eager" in sys.argv else [SecondOrder()]
+strategies = (
+    [] if "eager" in sys.argv else [SecondOrder(dynamic=True)]
+)  # sizes vary: one graph for all, from the first batch on
 compiling = Compile(strategies, count=lambda batch: (CLUSTERS, None, None, None))
 steps = 200 if GPU else 8
 trainer = L.Trainer(max_steps=steps, callbacks=[compiling], enable_checkpointing=False)
