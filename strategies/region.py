@@ -33,6 +33,7 @@ from strategies.check import Outcome, check_call, written_to
 from strategies.compare import MULTIPLES, SINGLE, Difference, autocast_unit
 from strategies.errors import REPLACED, is_compile_error, is_out_of_memory, one_line
 from strategies.region_state import Changed, Large, RegionState
+from strategies.remedies import Remedy, allow, functions_behind, known
 
 MAX_CHECKED = 8
 """Signatures of one kind of region that are checked at their first call; further ones by audits."""
@@ -125,6 +126,12 @@ class Kind:
         """What its forward reaches, and has left as it was, of that which is too large to be copied."""
         self.owed: set[bool] = set()
         """Audits that are due whatever they cost: of a call with gradients, and of one without."""
+        self.functions: set[type[torch.autograd.Function]] = set()
+        """Custom ones that its forward applies, where it is not eager's or does not compile."""
+        self.remedies: list[Remedy] = []
+        """What it was compiled with after it had failed; the last is in force."""
+        self.healed_of = ""
+        """Why that was."""
         self._codes: dict[Any, types.FunctionType] = {}
 
     def code(self, module: nn.Module, layout: Any) -> types.FunctionType:
@@ -170,6 +177,33 @@ class Kind:
         """Let all its regions run eager from the next step on."""
         if self.failure is None:
             self.failure, self.error, self.differs = reason, error, list(differs)
+
+    def heal(self) -> Remedy | None:
+        """Where its first check has failed, what is known to help: compile with it, and check anew. None where nothing
+        is left to try."""
+        if not (self.differs or self.error) or self.is_proven or any(one.is_sharded for one in self.regions):
+            return None
+        remedy = next((one for one in known() if one not in self.remedies and self._may_help(one)), None)
+        if remedy is None:
+            return None
+        self.healed_of = self.healed_of or str(self.failure)
+        self.remedies.append(remedy)
+        self.failure, self.error, self.differs = None, None, []
+        self.proofs.clear()
+        self._codes.clear()  # by which Dynamo keeps what it has compiled
+        if remedy.functions:
+            allow(self.functions)
+        for region in self.regions:
+            region.renew(remedy.options)
+        return remedy
+
+    def _may_help(self, remedy: Remedy) -> bool:
+        if remedy.functions:
+            return bool(self.functions) and (self.error is None or "autograd.Function" in str(self.error))
+        weights = (one for region in self.regions for one in region.module.parameters())
+        on = {one.device.type for one in weights} or {"cpu"}
+        inductor = all(one.arguments.get("backend", "inductor") == "inductor" for one in self.regions)
+        return self.error is None and inductor and (remedy.device is None or remedy.device in on)
 
 
 @dataclass(slots=True)
@@ -322,6 +356,12 @@ class Region(StandIn):
             self.become(State.COMPILED)
         return self.state is not before
 
+    def renew(self, options: dict[str, Any]) -> None:
+        """Compile it anew, with Inductor's ``options`` beside its own."""
+        self._compiled = self._of_forward = None
+        if options:
+            self.arguments = {**self.arguments, "options": {**(self.arguments.get("options") or {}), **options}}
+
     # ---- a call ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -363,6 +403,8 @@ class Region(StandIn):
         waits = checking.one_kind_a_step and checking.checked not in (None, kind)
         if checks and not waits and (audit or proof.looks == 0 or proof.is_suspected(self)):
             result = self._checked(proof, args, kwargs, audit=audit)
+            if kind.differs or kind.error or proof.suspected:
+                kind.functions |= functions_behind(result, (args, kwargs))
         else:
             result = self._eager(args, kwargs)
         watched, self._watched = self._watched, []

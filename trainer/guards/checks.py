@@ -173,12 +173,16 @@ class Checks(StepHook):
             self._take_from_others(kinds, updates)
         compiled = False
         for kind in kinds:
+            if kind.failure is not None:
+                kind.heal()
             new = kind.settle()
             # Steps before ran eager: their memory is no compiled one's.
             compiled |= any(one.state == "compiled" for one in new)
             if kind.failure is not None and new:
                 self._news = True
                 self._fell_back(kind, new)
+            elif kind.remedies and new:
+                self._healed(kind)
         for update in updates:
             if update.reason and update not in self._fell:
                 self._fell.append(update)
@@ -222,6 +226,8 @@ class Checks(StepHook):
         named = f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
         runs = "runs" if len(paths) == 1 else "run"
         line = f"{kind.name}: {named} {runs} eager from step {self._loop.steps_done + 1} on: {kind.failure}"
+        if kind.remedies:
+            line = f"{line}; compiled with {', '.join(one.name for one in kind.remedies)}, too"
         if kind.differs:
             self._differs(line, audited=any(one.proven for one in kind.proofs.values()))
         elif self._guarding.on_compile_error == "fail":
@@ -230,6 +236,13 @@ class Checks(StepHook):
         self._event(line)
         done = self._program.report.setdefault("rollback", {"rolled_back": []})["rolled_back"]
         done.append({"parts": paths, "reason": kind.failure, "step": self._loop.steps_done})
+
+    def _healed(self, kind: Kind) -> None:
+        line = f"{kind.name}: {kind.healed_of}; compiled with {kind.remedies[-1]} it passes, from step"
+        line = f"{line} {self._loop.steps_done + 1} on"
+        if line not in self.warned:
+            self.warn(line)
+            self._event(line)
 
     def _step_fell_back(self, update: Update) -> None:
         """Its line is among the notes already."""

@@ -241,9 +241,7 @@ def save(figure: Figure, file: Any, **options: Any) -> None:
 
 
 @contextmanager
-def _panels(
-    titles: Sequence[str], arms: Sequence[str], palette: Palette
-) -> Iterator[tuple[Figure, list[Axes]]]:
+def _panels(titles: Sequence[str], arms: Sequence[str], palette: Palette) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure with a panel for each title, and below them the names of ``arms``."""
     with _drawing():
         from matplotlib.figure import Figure

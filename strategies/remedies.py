@@ -1,0 +1,119 @@
+"""Known faults of the compiler, and what to compile with so that they do not show.
+
+Where compiled code does not compute what eager does, or does not compile, it is compiled once more with what is known
+to help, and checked again. What passes is used, and named; else the region runs eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """What a known fault asks for."""
+
+    name: str
+    """What is done, in words and options that can be searched for."""
+    fault: str
+    """What goes wrong without it."""
+    issues: tuple[int, ...]
+    """Of PyTorch on GitHub."""
+    first: str
+    """The first version that has the fault."""
+    fixed: str | None = None
+    """The first that has not; None: none yet."""
+    device: str | None = None
+    """The type of device that it shows on; None: every."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Inductor's options, as ``torch.compile`` takes them."""
+    functions: bool = False
+    """Whether custom ``autograd.Function`` classes are left to AOTAutograd, which runs them as eager does."""
+
+    def is_for(self, version: str) -> bool:
+        """Whether ``version`` of torch has the fault."""
+        return TorchVersion(version) >= self.first and (self.fixed is None or TorchVersion(version) < self.fixed)
+
+    def __str__(self) -> str:
+        numbers = ", ".join(str(one) for one in self.issues)
+        return f"{self.name} (https://github.com/pytorch/pytorch/issues: {numbers})"
+
+
+REMEDIES: tuple[Remedy, ...] = (
+    Remedy(
+        name="torch._dynamo.allow_in_graph of its autograd.Function",
+        fault="an autograd.Function that gets one tensor twice, or writes in place, has wrong gradients (2.11) or does "
+        "not compile",
+        issues=(183604, 180642, 184113),
+        first="2.11",
+        functions=True,
+    ),
+    Remedy(
+        name="triton.mix_order_reduction=False",
+        fault="the gradient of a scale and shift that several norms share is written in part",
+        issues=(193061,),
+        first="2.10",
+        fixed="2.15",
+        device="cuda",
+        options={"triton.mix_order_reduction": False},
+    ),
+)
+"""In the order in which they are tried."""
+
+
+def known(version: str = torch.__version__) -> list[Remedy]:
+    """The faults that ``version`` of torch has."""
+    return [one for one in REMEDIES if one.is_for(version)]
+
+
+def functions_behind(result: Any, inputs: Any) -> set[type[torch.autograd.Function]]:
+    """The custom ``autograd.Function`` classes that computed ``result`` from ``inputs``, both any trees of tensors."""
+    ends = {one.grad_fn for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor)}
+    nodes = [one.grad_fn for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+    found: set[type[torch.autograd.Function]] = set()
+    seen: set[Any] = {*ends}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (function := getattr(type(node), "_forward_cls", None)) is not None:
+            found.add(function)
+        nodes += [one for one, _ in node.next_functions]
+    return found
+
+
+_allowed: set[int] = set()
+"""Classes that were allowed here, by identity."""
+
+
+def allow(functions: Iterable[type[torch.autograd.Function]]) -> None:
+    """Let Dynamo call ``functions`` as they are: AOTAutograd then traces their forward and backward."""
+    from torch._dynamo import trace_rules
+
+    for one in functions:
+        if not trace_rules.is_callable_allowed(one):
+            torch._dynamo.allow_in_graph(one)
+            _allowed.add(id(one))
+
+
+@contextlib.contextmanager
+def allowed_for_now() -> Iterator[None]:
+    """After the block, Dynamo traces again what ``allow`` has kept it from."""
+    from torch._dynamo import trace_rules
+
+    try:
+        yield
+    finally:
+        for one in _allowed:
+            if one in trace_rules._allowed_callable_ids:
+                trace_rules._allowed_callable_ids.remove(one)
+        _allowed.clear()
