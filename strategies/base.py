@@ -332,6 +332,7 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
         embeddings_as_in_eager,
         faults_avoided,
         graphs_may_be_left_out,
+        guards_are_printed,
         leaves_within_graphs,
         one_compile_for_all_ranks,
     )
@@ -342,14 +343,8 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
     of_dynamo = {name: value for name, value in settings.items() if name != "embedding_gradient"}
     embeddings = contextlib.nullcontext() if "embedding_gradient" in settings else embeddings_as_in_eager()
     derives = leaves_within_graphs() if "trace_autograd_ops" in settings else contextlib.nullcontext()
-    patches = (
-        faults_avoided(),
-        graphs_may_be_left_out(),
-        one_compile_for_all_ranks(),
-        allowed_for_now(),
-        embeddings,
-        derives,
-    )
+    faults = faults_avoided(), guards_are_printed(), graphs_may_be_left_out()
+    patches = (*faults, one_compile_for_all_ranks(), allowed_for_now(), embeddings, derives)
     with config.patch(of_dynamo), graphs, contextlib.ExitStack() as patched:
         for each in patches:
             patched.enter_context(each)

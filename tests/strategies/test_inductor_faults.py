@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sympy
+from torch._guards import SLoc
 from torch._inductor import tiling_utils
 from torch._inductor.scheduler import MixOrderReduction
 from torch._inductor.sizevars import SizeVarAllocator
@@ -66,3 +67,8 @@ def test_sizes_are_compared_by_value_in_2_11(monkeypatch: pytest.MonkeyPatch, ve
         tiling_utils.get_pw_red_splits(node, B * S - B, 768, none_if_not_divisible=True)
         tiling_utils.get_pw_red_splits(node, B * S, 768)
     assert seen == [B * (S - 1) if expands else B * S - B, B * S]
+
+
+def test_a_guard_that_belongs_to_no_line_is_printed() -> None:
+    with compiler_settings({}):
+        assert str(SLoc(None, "model.py:3")) == "model.py:3 ()"
