@@ -118,13 +118,12 @@ def guards_are_printed() -> Iterator[None]:
     "'NoneType' object has no attribute 'filename'": NequIP's forces on a GPU, with symbolic sizes. Later versions leave
     it out: https://github.com/pytorch/pytorch/blob/v2.15.0/torch/_guards.py (SLoc).
     """
-    from torch import _guards
-
+    guards: Any = torch._guards
     try:
-        str(_guards.SLoc(None, None))
+        str(guards.SLoc(None, None))
     except AttributeError:
-        text = _guards.format_frame
-        with mock.patch.object(_guards, "format_frame", lambda frame: "" if frame is None else text(frame)):
+        text = guards.format_frame
+        with mock.patch.object(guards, "format_frame", lambda frame: "" if frame is None else text(frame)):
             yield
     else:
         yield

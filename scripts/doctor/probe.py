@@ -31,9 +31,13 @@ def devices() -> Iterator[Finding]:
     """Import torch, then ask for its devices, then use each of them."""
     import torch
 
+    from strategies.remedies import known
+
     cuda = torch.version.cuda
     build = f"CUDA {cuda}" if cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
     yield ok("torch imports", f"{torch.__version__} ({build})")
+    for each in known():
+        yield ok("known fault", f"{each.fault}; where a check finds it: {each}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
