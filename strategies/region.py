@@ -183,7 +183,9 @@ class Kind:
         is left to try."""
         if not (self.differs or self.error) or self.is_proven or any(one.is_sharded for one in self.regions):
             return None
-        remedy = next((one for one in known() if one not in self.remedies and self._may_help(one)), None)
+        remedy = next(
+            (one for one in known(torch.__version__) if one not in self.remedies and self._may_help(one)), None
+        )
         if remedy is None:
             return None
         self.healed_of = self.healed_of or str(self.failure)

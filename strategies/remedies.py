@@ -2,19 +2,20 @@
 
 Where compiled code does not compute what eager does, or does not compile, it is compiled once more with what is known
 to help, and checked again. What passes is used, and named; else the region runs eager.
+
+Importing this must stay cheap (no torch): the doctor names the faults before anything else works.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.torch_version import TorchVersion
-from torch.utils import _pytree as pytree
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,9 @@ class Remedy:
 
     def is_for(self, version: str) -> bool:
         """Whether ``version`` of torch has the fault."""
-        return TorchVersion(version) >= self.first and (self.fixed is None or TorchVersion(version) < self.fixed)
+        return _numbers(version) >= _numbers(self.first) and (
+            self.fixed is None or _numbers(version) < _numbers(self.fixed)
+        )
 
     def __str__(self) -> str:
         numbers = ", ".join(str(one) for one in self.issues)
@@ -69,13 +72,21 @@ REMEDIES: tuple[Remedy, ...] = (
 """In the order in which they are tried."""
 
 
-def known(version: str = torch.__version__) -> list[Remedy]:
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor version: ``2.11.0+cu130`` is (2, 11)."""
+    return tuple(int(one) for one in re.findall(r"\d+", version)[:2])
+
+
+def known(version: str) -> list[Remedy]:
     """The faults that ``version`` of torch has."""
     return [one for one in REMEDIES if one.is_for(version)]
 
 
 def functions_behind(result: Any, inputs: Any) -> set[type[torch.autograd.Function]]:
     """The custom ``autograd.Function`` classes that computed ``result`` from ``inputs``, both any trees of tensors."""
+    from torch import Tensor
+    from torch.utils import _pytree as pytree
+
     ends = {one.grad_fn for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor)}
     nodes = [one.grad_fn for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
     found: set[type[torch.autograd.Function]] = set()
@@ -97,6 +108,7 @@ _allowed: set[int] = set()
 
 def allow(functions: Iterable[type[torch.autograd.Function]]) -> None:
     """Let Dynamo call ``functions`` as they are: AOTAutograd then traces their forward and backward."""
+    import torch
     from torch._dynamo import trace_rules
 
     for one in functions:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from scripts.doctor import COMPILES, GIB, Finding, error, ok, warning
 from strategies.options import cpp_compiler, cudnn_attention_fails, missing_toolchain, triton_lacks
+from strategies.remedies import known
 
 if TYPE_CHECKING:
     import torch
@@ -31,13 +32,9 @@ def devices() -> Iterator[Finding]:
     """Import torch, then ask for its devices, then use each of them."""
     import torch
 
-    from strategies.remedies import known
-
     cuda = torch.version.cuda
     build = f"CUDA {cuda}" if cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
     yield ok("torch imports", f"{torch.__version__} ({build})")
-    for each in known():
-        yield ok("known fault", f"{each.fault}; where a check finds it: {each}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
@@ -101,6 +98,8 @@ def findings() -> Iterator[Finding]:
         yield finding
     yield cpp(needed=not has_device)
     yield tiny()
+    for each in known(importlib.metadata.version("torch")):
+        yield ok("known fault", f"{each.fault}; where a check finds it: {each}")
 
 
 def tiny() -> Finding:
