@@ -5,6 +5,8 @@ Works before anything else does: without torch, without a compiler, without a GP
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -17,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser
-from scripts.doctor import COMPILES, ERROR, WARNING, Finding, error, limits, packages, places, reason, variables
+from scripts.doctor import COMPILES, ERROR, WARNING, Finding, error, limits, ok, packages, places, reason, variables
 from strategies.options import cache_directories
+from strategies.remedies import known
 
 EXAMPLES = """\
 examples:
@@ -40,11 +43,18 @@ def main(arguments: list[str] | None = None) -> int:
 def examined() -> int:
     """Print every finding as it comes, the quick ones first; returns the exit code."""
     found: Counter[str] = Counter()
-    for finding in itertools.chain(packages(), places(), limits(), variables(), with_torch()):
+    for finding in itertools.chain(packages(), faults(), places(), limits(), variables(), with_torch()):
         print(finding, flush=True)
         found[finding.status] += 1
     print(f"errors: {found[ERROR]}, warnings: {found[WARNING]}", flush=True)
     return int(found[ERROR] > 0)
+
+
+def faults() -> Iterator[Finding]:
+    """Faults that the installed torch is known to have, each with what a run does about it."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for each in known(importlib.metadata.version("torch")):
+            yield ok("known fault", f"{each.fault}; where a check finds it: {each}")
 
 
 def with_torch() -> Iterator[Finding]:

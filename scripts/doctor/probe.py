@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from scripts.doctor import COMPILES, GIB, Finding, error, ok, warning
 from strategies.options import cpp_compiler, cudnn_attention_fails, missing_toolchain, triton_lacks
-from strategies.remedies import known
 
 if TYPE_CHECKING:
     import torch
@@ -98,8 +97,6 @@ def findings() -> Iterator[Finding]:
         yield finding
     yield cpp(needed=not has_device)
     yield tiny()
-    for each in known(importlib.metadata.version("torch")):
-        yield ok("known fault", f"{each.fault}; where a check finds it: {each}")
 
 
 def tiny() -> Finding:
