@@ -45,14 +45,14 @@ def test_it_says_what_it_takes_and_runs_all_steps(copy: Path) -> None:
     code, lines, _ = check(copy)
     assert code == 0
     assert "about 10 minutes" in lines[0]
-    assert lines[1:] == [*LINT, *both_runs("not gpu and not libraries"), "mypy ", "all good"]
+    assert lines[1:] == [*LINT, *both_runs("not gpu and not libraries and not sweep"), "mypy ", "all good"]
 
 
 def test_fast_leaves_out_the_slow_tests_only(copy: Path) -> None:
     code, lines, _ = check(copy, "--fast")
     assert code == 0
     assert "about 2 minutes" in lines[0]
-    assert lines[1:] == [*LINT, *both_runs("not gpu and not libraries and not slow"), "mypy ", "all good"]
+    assert lines[1:] == [*LINT, *both_runs("not gpu and not libraries and not slow and not sweep"), "mypy ", "all good"]
 
 
 def test_fix_puts_right_first(copy: Path) -> None:
@@ -67,10 +67,15 @@ def test_another_torch_gets_an_environment_of_its_own_once(copy: Path) -> None:
         "python3 -m venv .venv-2.11",
         "activated .venv-2.11",
         install,
-        *both_runs("not gpu and not libraries and not slow"),
+        *both_runs("not gpu and not libraries and not slow and not sweep"),
         "all good",
     ]
-    assert again[1:] == ["activated .venv-2.11", install, *both_runs("not gpu and not libraries"), "all good"]
+    assert again[1:] == [
+        "activated .venv-2.11",
+        install,
+        *both_runs("not gpu and not libraries and not sweep"),
+        "all good",
+    ]
 
 
 def test_libraries_get_an_environment_of_their_own(copy: Path) -> None:
@@ -87,7 +92,7 @@ def test_one_failure_hides_nothing(copy: Path) -> None:
     code, lines, errors = check(copy, fails="mypy")
     assert code == 1
     assert errors == "failed: mypy\n"
-    assert lines[1:] == [*LINT, *both_runs("not gpu and not libraries"), "mypy "]
+    assert lines[1:] == [*LINT, *both_runs("not gpu and not libraries and not sweep"), "mypy "]
 
 
 @pytest.mark.parametrize("arguments", [("--quick",), ("--torch",), ("--torch", "newest")])

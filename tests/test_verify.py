@@ -13,6 +13,7 @@ import pytest
 from scripts import verify
 from tests.report.records import record
 from tests.report.test_published import on_disk, sweep
+from tests.sweep import MARK
 from trainer.report.published import publish, rows_of
 from trainer.report.runs import Run
 from trainer.telemetry.record import RunRecord
@@ -112,6 +113,7 @@ def test_rows_are_listed_and_others_refused(records: Path, capsys: pytest.Captur
     assert verify.main(["--list", "--records", str(records / "none")]) == 2
 
 
+@MARK
 def test_every_published_row_can_be_run_again(edge: None, tmp_path: Path) -> None:
     from trainer.config import compose
 

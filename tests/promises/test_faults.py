@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.promises.faults import CATALOGUE, missed, plant
+from tests.sweep import some
 from trainer.guards import ParityError
 
 BY_NAME = {fault.name: fault for fault in CATALOGUE}
@@ -12,7 +13,7 @@ FEW = [fault.name for fault in CATALOGUE if fault.begins in (1, 5)]
 MANY = [fault.name for fault in CATALOGUE if fault.name not in FEW]
 
 
-@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MANY)])
+@pytest.mark.parametrize("name", [*FEW, *some((pytest.param(name, marks=pytest.mark.slow) for name in MANY), every=2)])
 def test_a_fault_is_found_in_time(name: str) -> None:
     assert missed(BY_NAME[name], plant(BY_NAME[name])) is None
 

@@ -7,7 +7,7 @@ import copy
 import functools
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from tests.promises.cases import CASES, TOOL_PLACES, TOOLS, ByHand, WithATool
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
+from tests.sweep import MARK, some
 
 FAST = ("step", "epoch end")
 """Places of tools in quick tests."""
@@ -50,6 +51,10 @@ def as_eager(
     return seen
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @functools.lru_cache(maxsize=1)
 def plain(name: str) -> Outcome:
     """Plain Lightning's training of a case, which those under strategies follow."""
@@ -57,15 +62,15 @@ def plain(name: str) -> Outcome:
     return trained(CASES[name].make, None, **options)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name"),
-    [
-        pytest.param(strategy, name, marks=[pytest.mark.slow] if strategy == "whole" else [])
-        for name, case in CASES.items()
-        for strategy in STRATEGIES
-        if strategy == "whole" or case.repeats
-    ],
-)
+def trainings() -> Iterator[Any]:
+    """Strategy and case, those of a case behind each other."""
+    for place, (name, case) in enumerate(CASES.items()):
+        if case.repeats:
+            yield pytest.param("regional", name)
+        yield pytest.param("whole", name, marks=[pytest.mark.slow, *([MARK] if case.repeats and place % 3 else [])])
+
+
+@pytest.mark.parametrize(("strategy", "name"), list(trainings()))
 def test_a_training(strategy: str, name: str) -> None:
     as_eager(CASES[name].make, STRATEGIES[strategy](), eager=plain(name), **CASES[name].options)
 
@@ -80,9 +85,12 @@ def beside(tool: str, place: str, strategies: list[Strategy]) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "place", [place if place in FAST else pytest.param(place, marks=pytest.mark.slow) for place in TOOL_PLACES]
+    ("tool", "place"),
+    [
+        *((tool, place) for tool in TOOLS for place in FAST),
+        *some([slow(tool, place) for tool in TOOLS for place in TOOL_PLACES if place not in FAST], every=3),
+    ],
 )
-@pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_beside_a_training(tool: str, place: str) -> None:
     if tool == "jit.script" and place not in ("batch end", "epoch end"):
         pytest.skip("it looks at the attributes of modules, and within a step there is one more")
@@ -90,8 +98,10 @@ def test_a_tool_beside_a_training(tool: str, place: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["first step", "step", "epoch end"])
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("tool", "place"),
+    some([(tool, place) for tool in TOOLS for place in ("first step", "step", "epoch end")], every=3),
+)
 def test_a_tool_beside_a_training_under_whole(tool: str, place: str) -> None:
     if tool == "jit.script" and place != "epoch end":
         pytest.skip("it looks at the attributes of modules, and within a step there is one more")

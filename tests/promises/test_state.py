@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.promises.states import KINDS, OF_THE_TRAINING, difference
+from tests.promises.states import KINDS, OF_THE_TRAINING, PLACES, STRATEGIES, difference
+from tests.sweep import MARK
 
 
 def test_there_are_many_kinds() -> None:
@@ -15,21 +16,19 @@ def test_there_are_many_kinds() -> None:
 
 
 def cases() -> Iterator[Any]:
-    """Name, place and strategy; ``python -m tests.promises.states`` tries all."""
+    """Name, place and strategy."""
     for number, name in enumerate(KINDS):
-        some = number % 4 == 0
-        for place, strategies in {
-            "training_step": ["regional", *(["whole"] if some else [])],
-            "validation_step": ["regional"] if some else [],
-            "hook": ["regional"] if some else [],
-            "block": [] if name in OF_THE_TRAINING else ["regional", "whole", "network"],
-        }.items():
-            for strategy in strategies:
-                fast = strategy == "regional" and place in ("training_step", "block")
+        for place in PLACES:
+            if place == "block" and name in OF_THE_TRAINING:
+                continue
+            for strategy in STRATEGIES:
+                fast = (place, strategy) == ("block", "regional")  # where a check runs the code once more
                 marks = [] if fast else [pytest.mark.slow]
+                if not fast and (number + list(STRATEGIES).index(strategy)) % (3 if place == "block" else 8):
+                    marks.append(MARK)
                 yield pytest.param(name, place, strategy, marks=marks, id=f"{name}-{place}-{strategy}")
 
 
-@pytest.mark.parametrize(("name", "place", "strategy"), cases())
+@pytest.mark.parametrize(("name", "place", "strategy"), list(cases()))
 def test_it_is_advanced_as_often_as_in_eager(name: str, place: str, strategy: str) -> None:
     assert difference(name, place, strategy) is None

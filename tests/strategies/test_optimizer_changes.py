@@ -19,6 +19,7 @@ from strategies.region import Checking
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
 from tests.strategies.test_optimizer import OPTIMIZERS, Both, Made, adamw
+from tests.sweep import some
 
 STATEFUL = {name: OPTIMIZERS[name] for name in ("AdamW", "AdamW fused", "SGD", "SGD nesterov")}
 
@@ -63,7 +64,7 @@ def test_a_parameter_that_is_replaced_is_trained(make: Any) -> None:
 
 @pytest.mark.parametrize("rows", [64, 1])
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", some(["aot_eager", "inductor"], every=2))
 def test_a_parameter_may_grow_and_shrink(backend: str, make: Any, rows: int) -> None:
     if backend == "inductor" and make is not OPTIMIZERS["SGD"]:
         pytest.skip("one of them with Inductor will do")
@@ -555,7 +556,7 @@ def change(draw: random.Random, module: Any, optimizer: Made) -> None:
         module.stem.weight.requires_grad_(True)
 
 
-@pytest.mark.parametrize("seed", range(len(KINDS)))
+@pytest.mark.parametrize("seed", some(range(len(KINDS)), every=3))
 def test_whatever_a_training_does_weights_and_state_are_torchs(seed: int) -> None:
     draw = random.Random(seed)
     kind, options = KINDS[seed % len(KINDS)]

@@ -19,6 +19,7 @@ from strategies import STRATEGIES
 from strategies.base import label
 from tasks import TASKS
 from tests.conftest import ROOT
+from tests.sweep import MARK
 from tests.trainer.conftest import FLOOR, Baseline
 from tests.trainer.runs import (
     ALONE,
@@ -75,6 +76,15 @@ OF_THE_COMPILER = (
 )
 
 
+def marks(task: str, arm: str, *, refused: bool) -> list[pytest.MarkDecorator]:
+    """Every arm trains the smallest task, and the others one each."""
+    if refused or (task == "micro" and arm in STRATEGIES):
+        return []
+    return (
+        [pytest.mark.slow] if task == "micro" or arm == ALONE.get(task, ("regional",))[-1] else [pytest.mark.slow, MARK]
+    )
+
+
 def every_pair(*, refused: bool = False) -> pytest.MarkDecorator:
     """Every pair of task and arm that fit each other, or, ``refused``, that do not; all but one task's are slow.
 
@@ -88,9 +98,7 @@ def every_pair(*, refused: bool = False) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("task", "arm"),
         [
-            pytest.param(
-                task, arm, marks=() if refused or (task == "micro" and arm in STRATEGIES) else pytest.mark.slow
-            )
+            pytest.param(task, arm, marks=marks(task, arm, refused=refused))
             for task in sorted(TASKS)
             for arm in arms
             if bool(refusal(task, arm)) is refused

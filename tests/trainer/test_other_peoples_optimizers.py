@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Optimizer, Regional, Strategy
+from tests.sweep import some
 from tests.trainer.recording import Recorded
 from tests.trainer.test_step_capture import Net, fit
 from trainer.callback import Compile
@@ -125,8 +126,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(REASONS))
-@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize(("kind", "name"), some([(kind, name) for kind in REASONS for name in STRATEGIES], every=2))
 def test_losses_and_weights_are_eagers(kind: Any, name: str, tmp_path: Path) -> None:
     eager = fit(Blocks(kind), tmp_path, Compile(), max_steps=12)
     compile_ = Compile(STRATEGIES[name])

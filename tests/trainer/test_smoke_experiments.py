@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.language.task import LanguageModelling
+from tests.sweep import some
 from trainer import CONF
 from trainer.config import compose
 from trainer.run import run
@@ -14,7 +15,7 @@ from trainer.run import run
 SMOKE = sorted(file.stem for file in (Path(CONF) / "experiment").glob("*smoke.yaml"))
 
 
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize("name", some(SMOKE, every=3))
 def test_it_finishes_and_validates_where_it_should(name: str, tmp_path: Path) -> None:
     command = [f"experiment={name}", "trainer.accelerator=cpu", "trainer.progress=none"]
     config = compose(command)
