@@ -22,9 +22,9 @@ class SecondOrder(ModuleOptions):
 
     For forces (the derivative of an energy by positions), gradient penalties and PINNs. Without ``functions``, modules
     are compiled as by ``whole``: right where a module's forward takes the inner gradient itself. Else the methods that
-    are named, each one graph. The tensor by which is derived has to be an argument of the method, or of the module's
-    forward: ``x.requires_grad_()`` on it may be within, on a tensor that is made within it may not. What cannot be
-    traced runs eager, with the line that stands in the way.
+    are named, each one graph. What is derived by is an argument of the method, or of the module's forward, or a tensor
+    that is made within; ``x.requires_grad_()`` may be within for both. What cannot be traced runs eager, with the line
+    that stands in the way.
     """
 
     name: ClassVar[str] = "second_order"

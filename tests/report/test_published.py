@@ -183,6 +183,14 @@ def test_ratios_are_taken_in_each_round_and_a_wide_row_is_marked() -> None:
     assert (eager.spread or 0) > published.MAX_SPREAD
 
 
+def test_runs_without_a_round_make_no_pairs() -> None:
+    """As in ``crucible compare``, whose ratio stands there then, without a range."""
+    records = sweep()
+    for one in records:
+        one.round = None
+    assert all(RATIO not in row.figures for row in rows_of(runs_of(records)))
+
+
 def test_the_time_of_the_device_comes_from_runs_under_the_profiler() -> None:
     profiled = record(
         "regional", step_seconds=0.5, warmup_seconds=12.0, report={"profile": {"busy_seconds_per_step": 0.03}}

@@ -157,6 +157,8 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
     busy = [record.report.get("profile", {}).get("busy_seconds_per_step") for record in (*profiled, *records)]
     theirs = [] if base is None else [run.record for run in base.cell.finished]
     of_round = {(record.seed, record.round): record.step_seconds for record in theirs}
+    if len(of_round) < len(theirs):  # a key that several runs share makes no pair, as in ``statistics.ratio``
+        of_round = {}
     pairs = zip(steps, (of_round.get((record.seed, record.round)) for record in records), strict=True)
     cold = row.cell.over("warmup_seconds", "cold")
     stepwise = [record for record in records if record.config.get("trainer", {}).get("log_every_n_steps") == 1]
