@@ -46,8 +46,7 @@ class Remedy:
         )
 
     def __str__(self) -> str:
-        numbers = ", ".join(str(one) for one in self.issues)
-        return f"{self.name} (https://github.com/pytorch/pytorch/issues: {numbers})"
+        return f"{self.name} (pytorch issue{'s' * (len(self.issues) > 1)} {', '.join(map(str, self.issues))})"
 
 
 REMEDIES: tuple[Remedy, ...] = (

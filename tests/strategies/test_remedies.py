@@ -109,7 +109,7 @@ def test_a_function_that_dynamo_gets_wrong_is_left_to_autograd(block: type[nn.Mo
     assert len(healed) == (1 if OF_211 or block is Squares else 0), record.notes
     for note in healed:
         assert f"{block.__name__}: " in note
-        assert "pytorch/issues: 183604" in note
+        assert "(pytorch issues 183604, 180642, 184113)" in note
         assert "it passes, from step" in note
     assert not any(trace_rules.is_callable_allowed(one) for one in (Product, Doubled)), "undone with the run"
 
