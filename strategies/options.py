@@ -30,8 +30,8 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 class CompilerRequest:
     """Arguments for ``torch.compile``; see its documentation for mode, backend, fullgraph and dynamic."""
 
-    may_break: ClassVar[bool] = True
-    """Whether ``fullgraph`` may be false."""
+    one_graph: ClassVar[str] = ""
+    """Why ``fullgraph`` may not be false; empty where it may."""
 
     mode: str = "default"
     """Inductor preset, one of ``MODES``."""
@@ -46,6 +46,8 @@ class CompilerRequest:
 
     def check_values(self, key: str) -> None:
         """Check what can be checked without torch; ``key`` is what is typed before ``.mode``. Raises ValueError."""
+        if self.one_graph and not self.fullgraph:
+            raise wrong(key, "fullgraph", self.fullgraph, self.one_graph)
         if self.mode not in MODES:
             raise wrong(key, "mode", self.mode, f"is not one of {MODES}")
         if self.backend != "inductor" and (self.options or self.mode != "default"):

@@ -130,7 +130,7 @@ class Kind:
         """Custom ones that its forward applies, where it is not eager's or does not compile."""
         self.remedies: list[Remedy] = []
         """What it was compiled with after it had failed; the last is in force."""
-        self.healed_of = ""
+        self.first_failure = ""
         """Why that was."""
         self._codes: dict[Any, types.FunctionType] = {}
 
@@ -178,17 +178,18 @@ class Kind:
         if self.failure is None:
             self.failure, self.error, self.differs = reason, error, list(differs)
 
-    def heal(self) -> Remedy | None:
-        """Where its first check has failed, what is known to help: compile with it, and check anew. None where nothing
-        is left to try."""
-        if not (self.differs or self.error) or self.is_proven or any(one.is_sharded for one in self.regions):
-            return None
+    def heal(self) -> None:
+        """Where its first check has failed and something is known to help: compile with that, and check anew."""
+        if not (self.differs or self.error) or self.is_proven:
+            return
+        if any(one.state is State.FAILED or one.is_sharded for one in self.regions):  # nothing was left to try before
+            return
         remedy = next(
             (one for one in known(torch.__version__) if one not in self.remedies and self._may_help(one)), None
         )
         if remedy is None:
-            return None
-        self.healed_of = self.healed_of or str(self.failure)
+            return
+        self.first_failure = self.first_failure or str(self.failure)
         self.remedies.append(remedy)
         self.failure, self.error, self.differs = None, None, []
         self.proofs.clear()
@@ -197,7 +198,6 @@ class Kind:
             allow(self.functions)
         for region in self.regions:
             region.renew(remedy.options)
-        return remedy
 
     def _may_help(self, remedy: Remedy) -> bool:
         if remedy.functions:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from strategies.base import Program, Stage, wrong
+from strategies.base import Program, Stage
 from strategies.modules import compile_children
 from strategies.options import ModuleOptions
 
@@ -29,18 +29,11 @@ class SecondOrder(ModuleOptions):
 
     name: ClassVar[str] = "second_order"
     stage: ClassVar[Stage] = Stage.MODULE
-    may_break: ClassVar[bool] = False
+    one_graph: ClassVar[str] = "would split the inner gradient from the loss"
 
     functions: list[str] = field(default_factory=list)
     """Methods to compile, as they are called: ``penalty`` of the module itself, ``net.energy_and_forces`` of the
     submodule ``net``."""
-
-    def __post_init__(self) -> None:
-        ModuleOptions.__post_init__(self)
-        if not self.fullgraph:
-            raise wrong(
-                "compile.second_order", "fullgraph", self.fullgraph, "would split the inner gradient from the loss"
-            )
 
     def apply(self, program: Program) -> None:
         from strategies.methods import compile_method

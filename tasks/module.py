@@ -77,7 +77,12 @@ class ScoredModule(L.LightningModule):
 
     def scores(self, batch: Any) -> Scores:
         """Mean loss, right predictions and targets of ``batch``, 0-D; the last two are None in training mode."""
-        return self.net(*(getattr(batch, name) for name in self._task.inputs))
+        inputs = [getattr(batch, name) for name in self._task.inputs]
+        if not self._task.derives or torch.is_grad_enabled():
+            return self.net(*inputs)
+        with torch.enable_grad():  # the network takes a gradient in evaluations, too
+            loss, correct, count = self.net(*inputs)
+        return tuple(None if one is None else one.detach() for one in (loss, correct, count))  # type: ignore[return-value]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Mean loss, 0-D. Logs nothing: one ``self.log`` costs more than a small step."""
@@ -202,7 +207,7 @@ def _count(task: TrainedTask, rows: int, positions: int) -> int:
         # The plain kernel: fused ones compute some of it again in backward, and differ in what the counter knows of
         # them. With gradients also where they are not needed: torch.nn's attention takes the path that is counted.
         counter = FlopCounterMode(display=False)
-        counter.mod_tracker = Untold()  # type: ignore[assignment]
+        counter.mod_tracker = NoModuleTracker()  # type: ignore[assignment]
         with next(net.parameters()).device, sdpa_kernel(SDPBackend.MATH), counter:
             loss = net(*task.example(rows, positions))[0]
             if not task.embeds:
@@ -211,7 +216,7 @@ def _count(task: TrainedTask, rows: int, positions: int) -> int:
     return int(counter.get_total_flops()) * (3 if task.embeds else 1)
 
 
-class Untold:
+class NoModuleTracker:
     """For the counter's tracker of modules, whose hooks refuse a gradient that is taken within a forward."""
 
     parents = frozenset({"Global"})

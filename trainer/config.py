@@ -53,7 +53,7 @@ def register() -> None:
         register_schema(f"compile/{name}", strategy, package=f"compile.{name}")
     for path, schema in {**{f"run/{name}": mode for name, mode in RUN_MODES.items()}, **SCHEMAS}.items():
         group = path.rpartition("/")[0]
-        alone = group in ("run", "task/data") or path in ("task/forces", "task/micro")
+        alone = group in ("run", "task/data") or (group == "task" and not (CONF / f"{path}.yaml").exists())
         register_schema(path, schema, package=group.replace("/", ".") if alone else None)
     # As plain values: the launcher checks them, with messages of its own.
     node = {"_target_": "hydra_plugins.crucible.IsolatedLauncher", **dataclasses.asdict(SweepOptions())}

@@ -102,7 +102,7 @@ def changed(options: Any) -> Any:
     changes: dict[str, Any] = {}
     if isinstance(options, Modular):
         changes["parts"] = {name: changed(part) for name, part in options.parts.items()}
-    if "fullgraph" in names and options.may_break:
+    if "fullgraph" in names and not options.one_graph:
         changes["fullgraph"] = False
     if "backend" in names and options.backend == "inductor" and not torch.cuda.is_available():
         changes |= {"backend": "aot_eager", "mode": "default", "options": {}}
@@ -152,7 +152,7 @@ def explained(
     skips = Counter(" ".join(one.cudagraph_skip_reason.split()) for one in metrics if one.cudagraph_skip_reason)
     skipped = [f"{count} graphs left out of CUDA graphs: {reason}" for reason, count in skips.items()]
     reasons = [one for one in dict.fromkeys(record.eager_parts.values()) if not any(one in text for text in fallbacks)]
-    told = list(dict.fromkeys([*fallbacks, *failures, *reasons]))
+    every_failure = list(dict.fromkeys([*fallbacks, *failures, *reasons]))
     not_looked_at = [] if torch.cuda.is_available() else [NO_INDUCTOR]
     if any(strategy.name == "cached" for strategy in given):
         not_looked_at.append("cached: left out, so that no store is read or written")
@@ -164,8 +164,8 @@ def explained(
         batches=trainer.fit_loop.epoch_loop.total_batch_idx + 1,
         breaks=findings(compiler.events, "graph_break"),
         recompiles=findings(compiler.events, "recompile", first_steps=max(1, planned_shapes(compile_.program))),
-        failures=told,
-        notes=[*(note for note in record.notes if not any(note in one for one in told)), *skipped],
+        failures=every_failure,
+        notes=[*(note for note in record.notes if not any(note in one for one in every_failure)), *skipped],
         not_looked_at=not_looked_at,
     )
 

@@ -39,7 +39,7 @@ class Optimizer(CompileOptions):
     name: ClassVar[str] = "optimizer"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     headlines: ClassVar[tuple[str, ...]] = ("form",)
-    may_break: ClassVar[bool] = False
+    one_graph: ClassVar[str] = ": an update has no graph breaks to allow"
 
     mode: str = "default"
     """Inductor preset, one of ``MODES``."""
@@ -54,8 +54,6 @@ class Optimizer(CompileOptions):
                 f"{MODES}); the strategy cuda_graph beside it captures them"
             )
             raise wrong("compile.optimizer", "mode", self.mode, complaint)
-        if not self.fullgraph:
-            raise wrong("compile.optimizer", "fullgraph", False, ": an update has no graph breaks to allow")
         if self.dynamic is not False:
             raise wrong(
                 "compile.optimizer", "dynamic", self.dynamic, ": shapes of parameters do not change; leave it out"

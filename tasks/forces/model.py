@@ -8,14 +8,12 @@ Shape letters: B clusters, A atoms of a cluster, D features, R radial functions.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from tasks.forces import KINDS
 from tasks.forces.data import distances, envelope, pairs
-from tasks.module import ScoredModule, Scores
+from tasks.module import Scores
 
 
 class Interaction(nn.Module):
@@ -72,8 +70,7 @@ class ForcesNet(nn.Module):
         forces_BA3: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | Scores:
         """Energies [B] and forces [B, A, 3] of clusters; with those of the data the loss, and in eval mode the sum of
-        the forces' absolute errors and their number. float32, whatever the trainer's precision is: forces are small
-        differences of energies."""
+        the forces' absolute errors and their number. Without autocast: forces are small differences of energies."""
         with torch.autocast(positions_BA3.device.type, enabled=False):
             positions_BA3.requires_grad_(True)
             energy_B = self.potential(positions_BA3, elements_BA)
@@ -86,14 +83,3 @@ class ForcesNet(nn.Module):
             loss = ((energy_B - energies_B) / atoms_B).square().mean()
             loss = loss + self.force_weight * off_BA3.square().sum() / count
         return (loss, None, None) if self.training else (loss, off_BA3.abs().sum(), count)
-
-
-class ForcesModule(ScoredModule):
-    """Trains a ``ForcesNet``; validation needs gradients, too."""
-
-    def scores(self, batch: Any) -> Scores:
-        if torch.is_grad_enabled():
-            return super().scores(batch)
-        with torch.enable_grad():
-            loss, error, count = super().scores(batch)
-        return tuple(None if one is None else one.detach() for one in (loss, error, count))  # type: ignore[return-value]

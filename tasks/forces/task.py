@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import lightning
     from torch import Tensor
 
-    from tasks.forces.model import ForcesModule, ForcesNet
+    from tasks.forces.model import ForcesNet
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,13 +83,6 @@ class Forces(TrainedTask):
 
         potential = Potential(self.width, layers=self.layers, radials=self.radials, cutoff=self.cutoff)
         return ForcesNet(potential, force_weight=self.force_weight)
-
-    def build_module(self, *, max_steps: int) -> ForcesModule:
-        from tasks.forces.model import ForcesModule
-        from tasks.module import operations
-
-        operations(self)
-        return ForcesModule(self, max_steps=max_steps)
 
     def default_learning_rate(self) -> float:
         """Adam's best rate falls with the width (https://arxiv.org/abs/2203.03466)."""

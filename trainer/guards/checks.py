@@ -173,8 +173,7 @@ class Checks(StepHook):
             self._take_from_others(kinds, updates)
         compiled = False
         for kind in kinds:
-            if kind.failure is not None:
-                kind.heal()
+            kind.heal()
             new = kind.settle()
             # Steps before ran eager: their memory is no compiled one's.
             compiled |= any(one.state == "compiled" for one in new)
@@ -238,7 +237,7 @@ class Checks(StepHook):
         done.append({"parts": paths, "reason": kind.failure, "step": self._loop.steps_done})
 
     def _healed(self, kind: Kind) -> None:
-        line = f"{kind.name}: {kind.healed_of}; compiled with {kind.remedies[-1]} it passes, from step"
+        line = f"{kind.name}: {kind.first_failure}; compiled with {kind.remedies[-1]} it passes, from step"
         line = f"{line} {self._loop.steps_done + 1} on"
         if line not in self.warned:
             self.warn(line)
