@@ -1,7 +1,10 @@
 """``python -m trainer task=captioning compile=regional``: the command line, see ``trainer.cli``."""
 
 if __name__ == "__main__":
-    from trainer import working_directory_last
+    try:
+        from trainer import working_directory_last
+    except ImportError as error:  # another distribution's package of this name lies over ours
+        raise SystemExit(f"error: {error}; crucible doctor says more") from None
 
     working_directory_last()  # before anything is imported that a file there could hide
     from trainer.process import leaving

@@ -106,10 +106,10 @@ class Compile(CompiledTraining, L.Callback):
             print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )
         if program.padding is not None:
-            from trainer.loading import pad_loaders
+            from trainer.loading import padded_loaders
 
             with speaking_python(self._in_script):
-                pad_loaders(trainer, program)
+                self._settings.enter_context(padded_loaders(trainer, program))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""

@@ -32,6 +32,7 @@ from strategies.buckets.batches import (
     with_collate,
 )
 from strategies.padding import Padding, length_of, to_edge, used_length
+from trainer.loops.private import replaced
 
 MEASURED_AT_ONCE = 64
 PADDING_TOLERANCE = 1e-4
@@ -41,51 +42,52 @@ _measured: weakref.WeakKeyDictionary[Any, NDArray[np.int64]] = weakref.WeakKeyDi
 """Lengths by data set. Not kept in a file: nothing about a data set in general says that it is the one of last time."""
 
 
-def pad_loaders(trainer: L.Trainer, program: Program) -> None:
-    """Let ``trainer`` load its data under ``program.padding``, from the next loader on that it sets up."""
+@contextlib.contextmanager
+def padded_loaders(trainer: L.Trainer, program: Program) -> Iterator[None]:
+    """Within, ``trainer`` loads its data under ``program.padding``, from the next loader on that it sets up."""
     # Lightning hands every loader of every stage to this hook of its strategy, wherever the loader came from, once its
     # own samplers are in place. It is public for subclasses; the strategy is the user's, so it is set on the instance.
-    hook: Any = trainer.strategy.process_dataloader
-    if not isinstance(hook, LoaderPadder):
-        hook = LoaderPadder(trainer, hook)
-        trainer.strategy.process_dataloader = hook  # type: ignore[method-assign]
-    hook.begin(program)
+    padder = LoaderPadder(trainer, program)
+    strategy, fit_loop = trainer.strategy, trainer.fit_loop
+    with (
+        replaced(strategy, "process_dataloader", padder),
+        replaced(strategy, "batch_to_device", partial(padder.batch_to_device, strategy.batch_to_device)),
+        replaced(fit_loop, "setup_data", partial(padder.set_up_data, fit_loop.setup_data)),
+    ):
+        yield
 
 
 class LoaderPadder:
-    """Pads each loader that a trainer sets up, and regroups the training loader where the rule has edges."""
+    """Pads each loader that a trainer sets up for one stage, and regroups the training loader where the rule has edges.
 
-    program: Program
+    A training chooses its edges anew; what follows it keeps them.
+    """
 
-    def __init__(self, trainer: L.Trainer, process: Any) -> None:
-        self._trainer, self._process = trainer, process
-        to_device, setup_data = trainer.strategy.batch_to_device, trainer.fit_loop.setup_data
-
-        def batch_to_device(*args: Any, **kwargs: Any) -> Any:
-            batch = to_device(*args, **kwargs)
-            if self.padding.observe is not None:
-                self.padding.observe(batch)
-            return batch
-
-        def setting_up() -> None:
-            self._several = False  # Lightning or its learning rate finder may set up the first loader again
-            setup_data()
-
-        trainer.strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
-        trainer.fit_loop.setup_data = setting_up  # type: ignore[method-assign]
-
-    def begin(self, program: Program) -> None:
-        """A stage begins under ``program``; a training chooses its edges anew, what follows it keeps them."""
+    def __init__(self, trainer: L.Trainer, program: Program) -> None:
+        self._trainer, self._process = trainer, trainer.strategy.process_dataloader
         self.program = program
         self._collates: dict[str, list[PaddingCollate]] = {"training": [], "validation": []}
         self._batches: BucketBatchSampler | None = None
-        if self._trainer.state.fn == "fit":
+        self._several = False
+        if trainer.state.fn == "fit":
             self.padding.edges = ()
 
     @property
     def padding(self) -> Padding:
         assert self.program.padding is not None
         return self.program.padding
+
+    def batch_to_device(self, to_device: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What Lightning's ``to_device`` returns, shown to the rule."""
+        batch = to_device(*args, **kwargs)
+        if self.padding.observe is not None:
+            self.padding.observe(batch)
+        return batch
+
+    def set_up_data(self, set_up: Callable[[], None]) -> None:
+        """Lightning or its learning rate finder may set up the first loader again."""
+        self._several = False
+        set_up()
 
     def __call__(self, loader: object) -> object:
         """Pad one loader of the stage that is being set up. Raises ValueError when that cannot be done."""

@@ -25,6 +25,8 @@ INDENT = " " * 25
 COMPILES = "c++ compiler"
 """The finding after which a tiny function is compiled."""
 PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "rich")
+DISTRIBUTION, OURS = "crucible-train", ("crucible", "scripts", "strategies", "tasks", "trainer")
+"""What pip installs, and its packages at the top level."""
 GIB = 1 << 30
 LITTLE_DISK_GIB, NO_DISK_GIB = 2.0, 0.1
 """A cold compile of a model of ordinary size writes some hundred MiB."""
@@ -91,6 +93,16 @@ def packages() -> Iterator[Finding]:
             yield ok(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield error(name, "is not installed", "pip install crucible-train, or pip install -e . in a checkout")
+
+
+def shared_names() -> Iterator[Finding]:
+    """A line for each other distribution that installs a package of the name of one of ours: whichever was installed
+    last has overwritten files of the other."""
+    owners = importlib.metadata.packages_distributions()
+    for name in OURS:
+        for other in sorted({owner for owner in owners.get(name, ()) if owner != DISTRIBUTION}):
+            fix = f"keep them in two environments: pip uninstall {other}, then install {DISTRIBUTION} anew"
+            yield error("package names", f"{other} installs a package {name!r} too, as {DISTRIBUTION} does", fix)
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:

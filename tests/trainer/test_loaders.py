@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from strategies import Buckets, Dynamic, Strategy
 from strategies.padding import edge_of, table_sizes
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.ragged_modules import RAGGED, TextData, TextModel, Texts, TextsWithLengths, collate, fit
 from trainer.callback import Compile
 from trainer.loading import known_lengths
@@ -171,6 +172,14 @@ def test_a_trainer_that_only_validates_pads_by_the_data_at_hand() -> None:
     assert compile_.program is not None
     assert compile_.program.padding is not None
     assert {width for width, *_ in module.validated} <= set(compile_.program.padding.edges)
+
+
+def test_after_a_training_the_trainer_has_its_own_methods_again() -> None:
+    trainer = quiet_trainer(callbacks=[with_(Buckets(multiple=8, count=2))], max_steps=2, devices=1)
+    before = set(vars(trainer.strategy)), set(vars(trainer.fit_loop))
+    trainer.fit(TextModel(), datamodule=TextData())
+    assert not {"process_dataloader", "batch_to_device"} & (set(vars(trainer.strategy)) - before[0])
+    assert "setup_data" not in set(vars(trainer.fit_loop)) - before[1]
 
 
 def test_a_collate_function_that_pads_to_a_fixed_length_is_cut_to_the_edge() -> None:

@@ -306,7 +306,7 @@ def _work(row: Row, base: Row) -> float:
 
 def unlike_conditions(runs: Sequence[Run]) -> list[str]:
     """``name: value (2 runs), other (1 run)`` for each condition that differs."""
-    lines, facts = [], [deciding(run.record) for run in runs]
+    lines, facts = [], [deciding(run.record) | {"record schema": str(run.record.schema)} for run in runs]
     for name in dict.fromkeys(name for each in facts for name in each):
         counts = Counter(each[name] for each in facts if name in each)
         values = [f"{value} ({counted(count, 'run')})" for value, count in counts.items()]

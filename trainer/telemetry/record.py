@@ -18,8 +18,10 @@ from trainer.telemetry.files import build, finite, printable, type_name, written
 from trainer.telemetry.machine import MachineFacts
 
 FILE_NAME = "record.json"
-SCHEMA = 1
-"""Raised when the meaning of a field changes."""
+SCHEMA = 2
+"""Raised when the meaning of a field changes. Until 2 (2026-11-28; the program of 2026-11-27 wrote 1 still) a run took
+steps before its first one, whose seconds are in ``warmup_seconds`` and whose compiling is in ``compile_seconds``."""
+READ = (1, SCHEMA)
 EXPECTED = re.compile(
     r"grad_mode|autocast|\.training\b|requires_grad|dispatch key|(size|stride|rank) mismatch|\.(size|stride)\(\)| % "
 )
@@ -445,8 +447,8 @@ class RunRecord(CompilerFigures, Rates, Peak):
         try:
             if not isinstance(values, dict):
                 raise TypeError(f"the whole is {type_name(values)}, not an object")
-            if values["schema"] != SCHEMA:
-                raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
+            if values["schema"] not in READ:
+                raise ValueError(f"{file}: record schema {values['schema']}, this version reads {READ[0]} to {SCHEMA}")
             if (run := values.get("run", "train")) != "train":
                 raise ValueError(f"{file}: a record of run={run}, which is no longer measured")
             record = build(cls, values)
