@@ -18,7 +18,7 @@ class NothingRepeats(ValueError):
     """A module without repeated blocks."""
 
 
-CANDIDATES = ("regional", "whole", "cuda_graph")
+CANDIDATES = ("regional", "whole", "second_order", "cuda_graph")
 """Strategies that a choice may be made among; eager always is one, and cuda_graph joins any other."""
 
 
@@ -203,7 +203,8 @@ class Auto(Strategy):
     """Choose how modules are compiled, and whether steps are captured, while the run trains.
 
     Eager first, timed on the training's own steps. Then what may save the most for each second of setting up: steps
-    captured, ``regional``, ``whole``, one change at a time. A candidate is tried only where the steps to come can pay
+    captured, ``regional``, ``whole``, one change at a time; ``second_order`` where one of these was found to be in the
+    way of a gradient of the network within the loss. A candidate is tried only where the steps to come can pay
     for it. It takes over between two steps, its regions are checked as those of any strategy are, its real steps are
     timed, and it stays if it is faster; else what was best before trains on. The decision, with its table, is in the
     record, and is remembered: a second run of the same program begins with what was best. ``trainer.auto`` does the
@@ -218,7 +219,7 @@ class Auto(Strategy):
     chooser: ClassVar[str | None] = "trainer.auto.chooser:Chooser"
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
-    """Strategies to choose among, of ``regional``, ``whole`` and ``cuda_graph``."""
+    """Strategies to choose among, of ``regional``, ``whole``, ``second_order`` and ``cuda_graph``."""
     planned_steps: int | None = None
     """Optimizer steps that the choice is made for; null = those that this run has before it. Set it where this run
     is the first of several that go on from each other."""

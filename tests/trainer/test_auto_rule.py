@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from strategies.errors import SECOND_ORDER
 from tests.trainer.simulated import STARTED, Workload, simulate
-from trainer.auto import CACHED_SECONDS, EAGER, MARGIN, SETUP_SECONDS, Arm, Knowledge
+from trainer.auto import CACHED_SECONDS, EAGER, MARGIN, SETUP_SECONDS, Arm, Knowledge, chooser
 from trainer.auto.memory import keep, recall
 
 # Of H200s and H100s (docs/results/without_records.md); of those without a source, the order is what counts.
@@ -286,6 +287,24 @@ def test_what_does_not_compile_is_out_and_the_best_trains_on(monkeypatch: pytest
     run = simulate(monkeypatch, broken, 20_000, captures=False).train(600)
     assert run.chosen == "whole"
     assert run.program.report["auto"]["table"]["regional"]["failed"] == "planted"
+
+
+def test_a_gradient_within_the_loss_is_compiled_once_it_was_found_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(chooser, "memory_of", lambda *_, **__: tmp_path / "memory.json")
+    reason = f"a gradient of its gradient is taken; {SECOND_ORDER}"
+    forces = replace(SMALL, steps={**SMALL.steps, "second_order": SMALL.steps["whole"]}, fails={"regional": reason})
+    run = simulate(monkeypatch, forces, 20_000, captures=False, remember=True).train(900)
+    assert run.tried == ["eager", "regional", "second_order"], "one graph of all would meet the same gradient"
+    assert run.chosen == "second_order"
+    assert run.program.report["auto"]["table"]["whole"]["failed"] == reason
+    again = simulate(monkeypatch, forces, 20_000, captures=False, remember=True).train(900)
+    assert again.tried == ["eager", "second_order"], "as the first run found out"
+    options = {"candidates": ["regional", "whole", "cuda_graph"]}
+    without = simulate(monkeypatch, forces, 20_000, captures=False, **options).train(600)
+    assert "second_order" not in without.tried
 
 
 def test_steps_that_eager_cannot_capture_are_not_captured_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

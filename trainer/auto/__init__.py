@@ -21,11 +21,12 @@ from strategies.modules import Auto
 from trainer.report.statistics import best_at, least_total
 from trainer.words import program
 
-EAGER, MODULES = "eager", ("eager", "regional", "whole")
-SETUP_SECONDS = {"regional": 15.0, "whole": 35.0, "cuda_graph": 0.5}
+EAGER, MODULES, DERIVING = "eager", ("eager", "regional", "whole"), "second_order"
+"""Ways to train modules; the last one is an arm once another one could not take a gradient within the loss."""
+SETUP_SECONDS = {"regional": 15.0, "whole": 35.0, DERIVING: 35.0, "cuda_graph": 0.5}
 """What setting up is expected to take where nothing is known: compiling took 6 to 35 s and 13 to 60 s, capturing 0.05
 to 0.5 s, on H200s (docs/results/without_records.md)."""
-CACHED_SECONDS = {"regional": 4.0, "whole": 6.0}
+CACHED_SECONDS = {"regional": 4.0, "whole": 6.0, DERIVING: 6.0}
 """The same for code that is in the compiler's caches: it is traced and checked again."""
 COMPILER_SECONDS, EACH_GRAPH, EACH_LAYER = 2.0, 2.0, 0.35
 """Seconds of a compile where it is known what is compiled: to start, for each graph, and for each module with weights
@@ -36,7 +37,7 @@ OFF = (0.5, 3.0)
 """How much longer or shorter than that the machine at hand is taken to need, from what it needed for regions."""
 FURTHER_SHAPE = 0.5
 """Share of a first compile that one for another shape takes: 7 of 15 s a bucket, in captioning on an H200."""
-MAX_SAVED = {"regional": 0.4, "whole": 0.5}
+MAX_SAVED = {"regional": 0.4, "whole": 0.5, DERIVING: 0.5}
 """Share of a step that compiling eager's modules is expected to save at most."""
 MAX_SAVED_BY_SYMBOLIC, SYMBOLIC_SHAPE = 0.05, 1.5
 """The same where sizes become symbolic, and the share of a first compile that it takes: captions under ``regional``
@@ -66,7 +67,7 @@ class Arm:
     """One way to train, with what this run, or an earlier one of the same program, found out about it."""
 
     module: str = EAGER
-    """``eager``, ``regional`` or ``whole``."""
+    """``eager``, ``regional``, ``whole`` or ``second_order``."""
     captured: bool = False
     step_seconds: float | None = None
     """Median of its real steps; None where they were never timed."""
@@ -171,6 +172,16 @@ class Knowledge:
         """Whether compiled code gets symbolic sizes. A second shape may be a last, smaller batch."""
         return self.max_further_shapes == 1 and len(self.shapes) > 2
 
+    def take_in(self, module: str, *, captures: bool) -> None:
+        """Arms of one more way to train modules, captured as well where steps may be."""
+        for captured in (False, True) if captures else (False,):
+            failed = self.arms[EAGER, True].failed if captured and (EAGER, True) in self.arms else None
+            self.arms.setdefault((module, captured), Arm(module=module, captured=captured, failed=failed))
+
+    def of_module(self, module: str) -> list[Arm]:
+        """Its arms, captured and not."""
+        return [arm for (name, _), arm in self.arms.items() if name == module]
+
     # ---- what it costs
 
     def new_shapes(self, steps: float) -> float:
@@ -246,7 +257,8 @@ class Knowledge:
             eager, captured = self.arms[EAGER, False], self.arms[EAGER, True]
             known = None not in (eager.step_seconds, captured.step_seconds)
             return min(MAX_SAVED_OF_GAPS, 1 - captured.over(eager)) if known else MAX_SAVED_OF_GAPS
-        if MODULES.index(arm.module) < MODULES.index(timed.module):
+        order = (*MODULES, DERIVING)
+        if order.index(arm.module) < order.index(timed.module):
             return 0.0
         most = MAX_SAVED_BY_SYMBOLIC if self.symbolic else MAX_SAVED[arm.module]
         if timed.module == EAGER:
@@ -287,7 +299,7 @@ class Knowledge:
 
     def _total(self, arm: Arm, setup: float, best: Arm, left: float) -> float:
         """Seconds until the end under ``arm``, which was not timed, if it saves what such arms usually do."""
-        usual = {EAGER: 0.0, "regional": SAVED}
+        usual = {EAGER: 0.0, "regional": SAVED, DERIVING: SAVED}
         usual["whole"] = SAVED + (SAVED_MORE_BY_BLOCKS if self.blocks_alone else SAVED_MORE)
         saved = 1 - (1 - usual[arm.module]) / (1 - usual[best.module])
         return setup + left * (1 - min(saved, self.most_saved(arm, best)))

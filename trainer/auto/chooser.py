@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from strategies import STRATEGIES, Program, Regional, Strategy
 from strategies.base import ordered
-from strategies.errors import one_line
+from strategies.errors import SECOND_ORDER, one_line
 from strategies.loop import Loop, StepHook
-from strategies.modules import Auto
-from trainer.auto import EAGER, MARGIN, MODULES, REPEATED, SURE, Arm, Choice, Knowledge
+from strategies.modules import CANDIDATES, Auto
+from trainer.auto import DERIVING, EAGER, MARGIN, MODULES, REPEATED, SURE, Arm, Choice, Knowledge
 from trainer.auto.memory import keep, memory_of, recall
 from trainer.telemetry.hardware import process_age_seconds
 from trainer.telemetry.machine import now
@@ -79,7 +79,7 @@ class Chooser(StepHook):
         self._switch = switch
         self.decided = False
         self._others = [strategy for strategy in program.strategies if strategy is not auto]
-        self._named = {name: STRATEGIES[name]() for name in ("regional", "whole", "cuda_graph")}
+        self._named = {name: STRATEGIES[name]() for name in CANDIDATES}
         self._base = self._best = self._on = Arm()
         self._known = Knowledge(arms={(EAGER, False): self._base})
         self._next: Arm | None = None
@@ -149,9 +149,8 @@ class Chooser(StepHook):
         self._begun = True
         capture, known = self._may_capture(), self._known
         modules = [name for name in MODULES if name in (EAGER, *self._auto.candidates)]
-        for captured in (False, True) if capture else (False,):
-            for name in modules:
-                known.arms.setdefault((name, captured), Arm(module=name, captured=captured))
+        for name in modules:
+            known.take_in(name, captures=capture)
         if self._auto.remember:
             self._memory = memory_of(self._program, self._loop, batch, leave_out=self._auto.name)
             self.choice.remembered = recall(known, self._memory)
@@ -304,6 +303,12 @@ class Chooser(StepHook):
     def _fail(self, arm: Arm, reason: str) -> None:
         """Go on without ``arm``; what eager's steps cannot be captured for holds for compiled ones, too."""
         arm.failed = reason
+        if SECOND_ORDER in reason and DERIVING in self._auto.candidates:
+            # Larger graphs would find the same after a longer wait.
+            for name in MODULES[MODULES.index(arm.module) :] if arm.module in MODULES else ():
+                for one in self._known.of_module(name):
+                    one.failed = one.failed or reason
+            self._known.take_in(DERIVING, captures=self._may_capture())
         if (arm.module, arm.captured) == (EAGER, True):
             for one in self._known.arms.values():
                 one.failed = one.failed or (reason if one.captured else None)

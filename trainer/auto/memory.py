@@ -16,7 +16,7 @@ from strategies.cached.session import facts_of, fingerprint_of
 from strategies.loop import Loop
 from strategies.options import cache_directories
 from tasks.base import cache_folder
-from trainer.auto import CACHED_SECONDS, EAGER, SETUP_SECONDS, Knowledge
+from trainer.auto import CACHED_SECONDS, DERIVING, EAGER, SETUP_SECONDS, Knowledge
 from trainer.telemetry.files import finite, written_whole
 
 FORMAT = 6
@@ -62,6 +62,8 @@ def recall(known: Knowledge, file: Path) -> str | None:
             return None
         here = cache_directories()["TORCHINDUCTOR_CACHE_DIR"]
         warm = kept["cache_directory"] == str(here) and here.is_dir() and any(here.iterdir())
+        if any(name.startswith(DERIVING) for name in kept["arms"]):
+            known.take_in(DERIVING, captures=(EAGER, True) in known.arms)
         for arm in known.arms.values():
             if (values := kept["arms"].get(arm.name)) is None:
                 continue
