@@ -70,14 +70,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 SECOND_ORDER = "compile=second_order compiles what takes it as one graph"
+NAME_WHAT_DERIVES = "the method that takes it may be named in compile.second_order.functions"
+"""The same where that strategy is in use."""
 REPLACED = {
     "Hard failure due to ": (
         "one piece of code was compiled as often as torch._dynamo.config.recompile_limit allows; the record's events "
         "name the guard that failed each time"
     ),
     "does not currently support double backward": (
-        "a gradient of its gradient is taken (create_graph=True, as in a gradient penalty), and compiled code has "
-        f"none; {SECOND_ORDER}"
+        f"a gradient of its gradient is taken (create_graph=True), and compiled code has none; {SECOND_ORDER}"
     ),
 }
 """What takes the place of torch's words, by a piece of them."""
@@ -97,7 +98,7 @@ def one_line(error: BaseException) -> str:
     name, lines = type(error).__name__, [line.strip() for line in str(error).splitlines() if line.strip()]
     ours = next((ours for words, ours in REPLACED.items() if words in str(error)), None)
     if ours is not None or not lines:
-        return f"{name}: {ours}" if ours else name
+        return f"{name}: {helped(ours)}" if ours else name
     if lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
         return hidden(lines[-1])  # the worker's traceback ends with the error itself
     text = f"{name}: {lines[0]}"
@@ -109,12 +110,20 @@ def one_line(error: BaseException) -> str:
         places = [line for line in lines[lines.index("from user code:") :] if line.startswith('File "')]
         users = [line for line in places if origin_of(line.split('"')[1]) == "other"]
         text += f" ({(users or places)[-1]})" if places else ""
-    derives = getattr(sys.modules.get("torch._dynamo.config"), "trace_autograd_ops", False)
-    if not derives and any(words in text for words in INNER_GRADIENT):
+    if not _derives() and any(words in text for words in INNER_GRADIENT):
         text += f"; where that is for a gradient within the loss, {SECOND_ORDER}"
     if REMEDY in getattr(error, "__notes__", ()):
         text += f"; {REMEDY}"
     return hidden(text)
+
+
+def helped(reason: str) -> str:
+    """``reason`` with what helps where ``second_order`` is in use already."""
+    return reason.replace(SECOND_ORDER, NAME_WHAT_DERIVES) if _derives() else reason
+
+
+def _derives() -> bool:
+    return getattr(sys.modules.get("torch._dynamo.config"), "trace_autograd_ops", False) is True
 
 
 def root_of(error: BaseException) -> BaseException:

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.check import Outcome, check_call, written_to
 from strategies.compare import MULTIPLES, SINGLE, Difference, autocast_unit
-from strategies.errors import REPLACED, is_compile_error, is_out_of_memory, one_line
+from strategies.errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, allow, functions_behind, known
 
@@ -667,7 +667,7 @@ class Region(StandIn):
 
     def _notice_double_backward(self, *_: Any) -> None:
         if torch.is_grad_enabled():
-            self.of.fail(DOUBLE_BACKWARD)
+            self.of.fail(helped(DOUBLE_BACKWARD))
 
     def _watch_backward(self, proof: Proof, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiled code has no gradient of its gradient, and gives zeros where eager gives none. Both are put right as
@@ -684,7 +684,7 @@ class Region(StandIn):
 
         def hook(gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if torch.is_grad_enabled():
-                self.of.fail(DOUBLE_BACKWARD)
+                self.of.fail(helped(DOUBLE_BACKWARD))
                 return self._again(functions, places, given, gradients, args, kwargs, autocast)
             if proof.reached is None or all(one is not None for one in given):
                 return None

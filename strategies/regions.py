@@ -53,7 +53,9 @@ def add_region(
     """A region of ``program`` that is compiled with ``arguments``, and the settings under which it may be."""
     if arguments.get("dynamic") is None:
         arguments = {**arguments, "dynamic": program.dynamic}
-    named = (type(module), repr(sorted(arguments.items())))
+    # Containers of torch's have one class whatever is in them.
+    layout = tuple(map(type, module.modules())) if type(module) is nn.Sequential else None
+    named = (type(module), layout, repr(sorted(arguments.items())))
     kind = program.kinds.setdefault(named, Kind(type(module).__name__))
     around = None if program.padding is None else program.padding.around_region
     region = make(path, module, kind, arguments, program.checking, around)

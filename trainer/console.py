@@ -361,7 +361,7 @@ def summary(record: RunRecord) -> dict[str, str]:
         **{name: _with("{}", value, decimals=4) for name, value in sorted(record.final_metrics.items())},
         "skipped items": ", ".join(f"{count} {reason}" for reason, count in record.skipped_items.items() if count),
     }
-    return {name: value for name, value in rows.items() if value}
+    return {name: as_typed(value, record.script) for name, value in rows.items() if value}
 
 
 def _with(form: str, *values: float | None, decimals: int = 2) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -347,12 +348,19 @@ class Choice:
                 ended = row["stepped_back_at_step"]
                 steps = [f"{began + 1:,}", "" if ended is None else f"{ended:,}"]
                 figures = ["" if row[key] is None else f"{row[key] * factor:,.1f}" for key, factor in columns.items()]
-                rows.append([name, *steps, *figures, row["failed"] or ("stays" if name == self.chosen else "")])
+                rows.append(
+                    [name, *steps, *figures, _first_words(row["failed"]) or ("stays" if name == self.chosen else "")]
+                )
         kept = [column for column in zip(*rows, strict=True) if any(column[1:]) or not column[0]]
         rows = [list(row) for row in zip(*kept, strict=True)]
         widths = [max(map(len, column)) for column in kept][:-1]
         lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:]), row[-1]] for row in rows]
         return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _first_words(reason: str | None) -> str:
+    """Of why an arm is out, which the line of the choice says in full."""
+    return textwrap.shorten((reason or "").partition("; ")[0], 80, placeholder=" ...")
 
 
 def refuse_choice(strategies: Iterable[Strategy]) -> None:
