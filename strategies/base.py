@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from strategies.cuda_graph.capture import StepGraphs
     from strategies.cuda_graph.network import NetworkGraphs
-    from strategies.loop import Loop
+    from strategies.cuda_graph.step_graphs import StepGraphs
+    from strategies.loop_protocol import Loop
     from strategies.padding import Padding
     from strategies.region import Checking, Kind, Region
     from strategies.regions import Found, Recomputed

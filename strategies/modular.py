@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from strategies.base import Program, Stage, Strategy, holds, wrong
-from strategies.options import ModuleRequest, near
+from strategies.compile_options import ModuleRequest, near
 
 HOW = ("whole", "regional", "off")
 KEY = "compile.modular.parts"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from strategies.base import Program, Stage, Strategy, wrong
-from strategies.options import ModuleOptions
+from strategies.compile_options import ModuleOptions
 
 HOW = ("mark", "always", "automatic")
 

@@ -29,11 +29,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from strategies.check import Outcome, check_call, written_to
-from strategies.compare import MULTIPLES, SINGLE, Difference, autocast_unit
-from strategies.errors import REPLACED, is_compile_error, is_out_of_memory, one_line
+from strategies.compile_errors import REPLACED, is_compile_error, is_out_of_memory, one_line
+from strategies.region_check import Outcome, check_call, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, allow, functions_behind, known
+from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
 
 MAX_CHECKED = 8
 """Signatures of one kind of region that are checked at their first call; further ones by audits."""

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from strategies.base import CannotCapture, Program, holds
-from strategies.options import ModuleOptions, ModuleRequest, near
+from strategies.compile_options import ModuleOptions, ModuleRequest, near
 from strategies.region import Kind, Region, State, plain
 
 RECOMPILE_LIMIT = 64

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from strategies.base import Program, Stage
+from strategies.compile_options import ModuleOptions
 from strategies.modules import compile_children
-from strategies.options import ModuleOptions
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class SecondOrder(ModuleOptions):
     submodule ``net``."""
 
     def apply(self, program: Program) -> None:
-        from strategies.methods import compile_method
+        from strategies.method_regions import compile_method
         from strategies.regions import called_for, compile_regions
 
         program.settings["trace_autograd_ops"] = program.checking.derives = True

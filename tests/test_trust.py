@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doctor import OK, WARNING, place
+from scripts.doctor.findings import OK, WARNING, place
 from strategies.cached.store import read_key
-from strategies.errors import hidden, one_line
+from strategies.compile_errors import hidden, one_line
 from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.config import compose
@@ -69,7 +69,7 @@ def test_credentials_of_the_environment_are_used_and_not_written(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("ADDRESS", "https://me:hush@host/x")
-    monkeypatch.setattr("trainer.presence.find_checkpoint", lambda resume: None)  # there is none at that address
+    monkeypatch.setattr("trainer.availability.find_checkpoint", lambda resume: None)  # there is none at that address
     assert command_line("resume=${oc.env:ADDRESS}", "hydra.run.dir=run") == 0
     config = called[0]["config"]
     assert config.resume == "https://me:hush@host/x"  # type: ignore[attr-defined]

@@ -26,8 +26,8 @@ from tasks.base import Task, require_memory
 from trainer.callback import Compile
 from trainer.checkpoint_files import DIRECTORY
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
+from trainer.loops.distributed import DDP
 from trainer.loops.fsdp2 import FSDP2
-from trainer.loops.processes import DDP
 from trainer.process import start_others
 from trainer.settings import Config, TrainerConfig
 from trainer.sweep.environment import launched

@@ -2,8 +2,8 @@
 
     L.Trainer(callbacks=[Compile([Regional()])])
 
-It binds the core, ``trainer.loops.training``, to Lightning's hooks. It is one callback on purpose: Lightning spends
-about 10 microseconds a step on every further one, used or not.
+It binds the core, ``trainer.loops.compiled_training``, to Lightning's hooks. It is one callback on purpose: Lightning
+spends about 10 microseconds a step on every further one, used or not.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.nn.parameter import is_lazy
 
+from trainer.advice import speaking_python
 from trainer.guards import CompiledNothing, CompileFailed, ParityError
-from trainer.loops.alike import code_of, compare_facts
-from trainer.loops.failures import STILL_SECONDS, Deadline, Failures
+from trainer.loops.compiled_training import CompiledTraining
+from trainer.loops.distributed import EpochEnds, SigtermAgreement, epoch_ends
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.logs import Logs
-from trainer.loops.private import kinds, replaced
-from trainer.loops.processes import EpochEnds, SigtermAgreement, epoch_ends
-from trainer.loops.training import CompiledTraining
-from trainer.telemetry.files import flat
-from trainer.words import speaking_python
+from trainer.loops.lightning_internals import kinds, replaced
+from trainer.loops.rank_consistency import code_of, compare_facts
+from trainer.loops.rank_failures import STILL_SECONDS, Deadline, Failures
+from trainer.loops.training_info import Logs
+from trainer.telemetry.serialization import flat
 
 __all__ = ["Compile", "CompileFailed", "CompiledNothing", "ParityError"]
 
@@ -106,7 +106,7 @@ class Compile(CompiledTraining, L.Callback):
             print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )
         if program.padding is not None:
-            from trainer.loading import pad_loaders
+            from trainer.bucketed_loaders import pad_loaders
 
             with speaking_python(self._in_script):
                 pad_loaders(trainer, program)

@@ -14,17 +14,17 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from strategies.loop import Loop, gathered
+from strategies.loop_protocol import Loop, gathered
 from strategies.region_state import random_state, set_random_state
 from trainer.checkpoint_files import DIRECTORY, LAST, META
 from trainer.loops.checkpoint_io import AtomicCheckpointIO, damaged
+from trainer.loops.distributed import Agreement
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.private import on_sigterm
-from trainer.loops.processes import Agreement
+from trainer.loops.lightning_internals import on_sigterm
 from trainer.process import StopRequest
 
 if TYPE_CHECKING:
-    from trainer.loops.training import CompiledTraining
+    from trainer.loops.compiled_training import CompiledTraining
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""

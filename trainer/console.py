@@ -22,14 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from strategies import STRATEGIES
+from trainer.advice import as_typed
 from trainer.checkpoint_files import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
-from trainer.telemetry.files import counted, cut, headlines, number
 from trainer.telemetry.profile import profile_line
 from trainer.telemetry.record import FILE_NAME, AuditDifference, RankFigures, RunRecord, communication_of
-from trainer.telemetry.source import place_lines
+from trainer.telemetry.serialization import counted, cut, headlines, number
+from trainer.telemetry.source_lines import place_lines
 from trainer.telemetry.telemetry import Telemetry
-from trainer.words import as_typed
 
 ERROR_LOG = "error.log"
 """Where a run that failed leaves its traceback."""

@@ -9,15 +9,15 @@ from typing import Any
 import lightning as L
 from rich.console import Console
 
-from strategies.errors import one_line
+from strategies.compile_errors import one_line
 from trainer.build import build_trainer, compile_callback, require_memory_of, start_processes
 from trainer.callback import Compile
 from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, opened
 from trainer.console import ProgressView, announce
-from trainer.loops.failures import Started
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.private import leave_groups
+from trainer.loops.lightning_internals import leave_groups
+from trainer.loops.rank_failures import Started
 from trainer.process import StopRequest
 from trainer.settings import Config
 from trainer.telemetry.hardware import note_machine

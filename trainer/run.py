@@ -18,23 +18,23 @@ from rich.console import Console
 from torch.distributed import DistError, TCPStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from strategies.errors import hidden, is_out_of_memory, one_line
-from strategies.prepare import stop_compiling
+from strategies.compile_errors import hidden, is_out_of_memory, one_line
+from strategies.compiler_warmup import stop_compiling
 from trainer.build import task_options
 from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import NonFiniteLoss
 from trainer.console import ERROR_LOG, print_end, shown
 from trainer.job import Job
-from trainer.loops.alike import name_of
-from trainer.loops.failures import AND_SO, RankFailed, fail_record
+from trainer.loops.rank_consistency import name_of
+from trainer.loops.rank_failures import AND_SO, RankFailed, fail_record
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
-from trainer.script import conclude
+from trainer.run_end import conclude
 from trainer.settings import Config, Peer
 from trainer.sweep.environment import Launch, described, launched
-from trainer.sweep.folders import claim, is_first_process, put_back, release
+from trainer.sweep.run_dirs import claim, is_first_process, put_back, release
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.source import raised_at
+from trainer.telemetry.source_lines import raised_at
 
 OTHERS_LOG = "error.rank*.log"
 """Tracebacks of the other processes, after the name of their host."""
@@ -129,7 +129,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
 
 def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> Job:
     if isinstance(config.run, Peer):
-        from trainer.peers import Peering
+        from trainer.peers.peer_job import Peering
 
         return Peering(config, record, run_dir, console)
     return Job(config, record, run_dir, console)

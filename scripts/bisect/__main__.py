@@ -22,9 +22,9 @@ from scripts.arguments import composed_training, exit_code, parser
 from scripts.bisect.search import MAX_SHAPES, Look, Report, named, searched
 from strategies import Modular, Stage, Strategy
 from strategies.base import holds, label
+from trainer.advice import program
 from trainer.process import StopRequest, importing, leaving
-from trainer.telemetry.files import counted
-from trainer.words import program
+from trainer.telemetry.serialization import counted
 
 EXAMPLES = """\
 examples:

@@ -1,7 +1,7 @@
 """Bench: a few eager steps of a training, in which each region is compiled and compared with eager at its first call.
 
-The comparison is that of a run (``strategies.check``), on copies of the inputs. Where a region is not eager's, or does
-not compile, what it calls is looked at in the same way, down to the smallest submodule at fault. The training goes on
+The comparison is that of a run (``strategies.region_check``), on copies of the inputs. Where a region is not eager's, or
+does not compile, what it calls is looked at in the same way, down to the smallest submodule at fault. The training goes on
 with eager's results, in a module of this process's own.
 """
 
@@ -26,17 +26,17 @@ from scripts.bisect.search import MAX_SHAPES, Look, Report, all_of, searched
 from scripts.explain.run import training
 from strategies import Program, Stage, Strategy
 from strategies.base import apply, compiler_settings, holds
-from strategies.check import check_call
-from strategies.compare import rounding_unit
-from strategies.errors import one_line
-from strategies.methods import submodules
+from strategies.compile_errors import one_line
+from strategies.method_regions import submodules
 from strategies.region import Checking
+from strategies.region_check import check_call
 from strategies.region_state import RegionState
 from strategies.regions import compile_in_place, never_called
+from strategies.tolerance import rounding_unit
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer
 from trainer.settings import Config
-from trainer.telemetry.source import shown
+from trainer.telemetry.source_lines import shown
 
 MAX_BATCHES = 32
 """Batches among which different shapes are looked for."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strategies.base import Stage, Strategy, label
-from trainer.auto import refuse_choice
+from trainer.auto.rule import refuse_choice
 
 MAX_SHAPES = 4
 """Shapes of batch that are looked at, the first ones."""

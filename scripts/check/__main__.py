@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.arguments import exit_code, parser, positive
-from scripts.check import FILE_NAME, Measured, comment, judge, measured, rounds, save
-from strategies.errors import hidden
+from scripts.check import comment, judge, rounds
+from scripts.check.measurement import FILE_NAME, Measured, measured, save
+from strategies.compile_errors import hidden
+from trainer.advice import program
 from trainer.process import leaving
 from trainer.report.runs import Run, find
-from trainer.telemetry.files import counted
-from trainer.words import program
+from trainer.telemetry.serialization import counted
 
 MORE = f"""\
 examples:

@@ -19,8 +19,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser
-from scripts.doctor import COMPILES, ERROR, WARNING, Finding, error, limits, ok, packages, places, reason, variables
-from strategies.options import cache_directories
+from scripts.doctor.findings import (
+    COMPILES,
+    ERROR,
+    WARNING,
+    Finding,
+    error,
+    limits,
+    ok,
+    packages,
+    places,
+    reason,
+    variables,
+)
+from strategies.compile_options import cache_directories
 from strategies.remedies import known
 
 EXAMPLES = """\

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event
+from trainer.telemetry.serialization import finite
 
 SCHEMA = 8
 """Raised when the name or the meaning of a field changes."""

@@ -17,8 +17,8 @@ from rich.console import Console
 from scripts.arguments import composed_training, exit_code, parser, positive
 from scripts.explain import BATCHES, Explanation, Finding
 from trainer.process import StopRequest, importing, leaving
-from trainer.telemetry.files import counted
-from trainer.telemetry.source import place_lines
+from trainer.telemetry.serialization import counted
+from trainer.telemetry.source_lines import place_lines
 
 EXAMPLES = """\
 examples:

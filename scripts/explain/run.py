@@ -27,11 +27,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from scripts.explain import BATCHES, Explanation, findings
 from strategies import Modular, Program, Strategy
 from strategies.base import label
-from strategies.errors import is_compile_error, one_line
-from trainer.auto import refuse_choice
+from strategies.compile_errors import is_compile_error, one_line
+from trainer.auto.rule import refuse_choice
+from trainer.bucketed_loaders import loss_of_padding
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
-from trainer.loading import loss_of_padding
 from trainer.loops.lightning import throwaway_trainer
 from trainer.process import process_settings
 from trainer.settings import Config

@@ -56,8 +56,8 @@ class CudaGraph(Strategy):
             )
 
     def begin(self, program: Program) -> None:
-        from strategies.cuda_graph.capture import CudaEngine, StepGraphs
         from strategies.cuda_graph.network import NetworkGraphs
+        from strategies.cuda_graph.step_graphs import CudaEngine, StepGraphs
 
         assert program.device is not None
         assert program.loop is not None

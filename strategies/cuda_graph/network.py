@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from strategies.base import CannotCapture, holds
-from strategies.check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
-from strategies.compare import MULTIPLES
-from strategies.cuda_graph.capture import (
+from strategies.compile_errors import first_line, is_out_of_memory
+from strategies.cuda_graph.host_recorder import HostRecorder
+from strategies.cuda_graph.host_state import EQUAL, HostState
+from strategies.cuda_graph.step_graphs import (
     MAX_CHANGES,
     MAX_DEFERRED,
     MAX_GRAPHS,
@@ -35,17 +36,16 @@ from strategies.cuda_graph.capture import (
     MIN_REPLAYS,
     why_not_captured,
 )
-from strategies.cuda_graph.recorder import HostRecorder
-from strategies.cuda_graph.state import EQUAL, HostState
-from strategies.errors import first_line, is_out_of_memory
-from strategies.methods import submodules
+from strategies.method_regions import submodules
 from strategies.region import Check, StandIn, is_looked_at, plain
+from strategies.region_check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
 from strategies.region_state import RegionState
+from strategies.tolerance import MULTIPLES
 from strategies.torch_patches import as_capturing
 
 if TYPE_CHECKING:
     from strategies.base import Program
-    from strategies.cuda_graph.capture import CompiledParts, Engine
+    from strategies.cuda_graph.step_graphs import CompiledParts, Engine
 
 FIRST_CALLS = 2
 """Calls of one kind that run without a graph before one is captured: kernels are loaded, inner regions proven."""

@@ -20,11 +20,11 @@ from torch._dynamo import eval_frame
 from torch._dynamo.utils import counters
 
 from strategies.base import CannotCapture, has_another_step
-from strategies.check import Outcome
-from strategies.compare import MULTIPLES, Difference, compare
-from strategies.errors import is_compile_error, one_line
-from strategies.optimizer.check import NO_MEMORY, fits_memory
+from strategies.compile_errors import is_compile_error, one_line
+from strategies.optimizer.update_check import NO_MEMORY, fits_memory
 from strategies.region import Check, Checking, State
+from strategies.region_check import Outcome
+from strategies.tolerance import MULTIPLES, Difference, compare
 
 NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
 """Torch's optimizers whose steps are all alike."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from scripts.explain import findings
-from trainer.telemetry import source
+from trainer.telemetry import source_lines
 from trainer.telemetry.record import Event
-from trainer.telemetry.source import Line
+from trainer.telemetry.source_lines import Line
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 MINE, THEIRS, TORCHS = (
@@ -27,9 +27,9 @@ def recompiled(reason: str, phase: str = "training", step: int | None = 5, locat
 
 
 def test_the_line_is_the_innermost_outside_torch() -> None:
-    assert source.innermost([MINE, THEIRS, TORCHS]) == f"{THEIRS.file}:7 forward"
-    assert source.innermost([TORCHS]) == f"{TORCHS.file}:9 _call_impl"
-    assert source.innermost([]) is None
+    assert source_lines.innermost([MINE, THEIRS, TORCHS]) == f"{THEIRS.file}:7 forward"
+    assert source_lines.innermost([TORCHS]) == f"{TORCHS.file}:9 _call_impl"
+    assert source_lines.innermost([]) is None
 
 
 def test_a_break_that_is_met_twice_is_one() -> None:
@@ -93,12 +93,12 @@ def test_lines_are_read_with_their_code_and_shown_from_where_the_reader_is(
 ) -> None:
     file = tmp_path / "net.py"
     file.write_text("first\n    second\n")
-    line = source.line(str(file), 2, "torch_dynamo_resume_in_forward_at_1")
+    line = source_lines.line(str(file), 2, "torch_dynamo_resume_in_forward_at_1")
     assert (line.function, line.code) == ("forward", "second")
     monkeypatch.chdir(tmp_path)
-    assert source.shown(str(file)) == "net.py"
-    assert source.shown(str(SITE / "transformers" / "gpt2.py")) == "transformers/gpt2.py"
-    assert source.line(str(tmp_path / "gone.py"), 1).code is None
+    assert source_lines.shown(str(file)) == "net.py"
+    assert source_lines.shown(str(SITE / "transformers" / "gpt2.py")) == "transformers/gpt2.py"
+    assert source_lines.line(str(tmp_path / "gone.py"), 1).code is None
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,8 @@ def test_a_library_is_known_by_where_it_is_installed(
 ) -> None:
     monkeypatch.setattr(Path, "cwd", lambda: Path("/demos/mine"))
     monkeypatch.setattr(torch, "__path__", ["/src/pytorch/torch"])
-    assert (source.is_machinery(file), source.installed(file) is not None) == (whose == "torch's", whose != "mine")
-    assert source.shown(file) == shown
+    assert (source_lines.is_machinery(file), source_lines.installed(file) is not None) == (
+        whose == "torch's",
+        whose != "mine",
+    )
+    assert source_lines.shown(file) == shown

@@ -11,7 +11,7 @@ from scripts.explain import Explanation
 from scripts.explain.run import explain_module
 from strategies import Regional, Whole
 from tests.trainer.test_other_peoples_models import Demo, gpt2, tokens
-from trainer.telemetry.source import line_at, shown
+from trainer.telemetry.source_lines import line_at, shown
 
 
 def look(make: Callable[[], L.LightningModule], data: Callable[[], Any], *strategies: Any) -> Explanation:

@@ -9,7 +9,7 @@ import pytest
 from scripts.compare import main
 from tests.report.records import record, save
 from trainer.report.published import publish
-from trainer.telemetry.machine import MachineFacts
+from trainer.telemetry.machine_monitor import MachineFacts
 
 
 def night(directory: Path, rate: float, *, graphs: int = 8, arm: str = "regional", rounds: int = 3) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from strategies import Cached
-from strategies.errors import hidden, refuse_credentials, without_credentials
+from strategies.compile_errors import hidden, refuse_credentials, without_credentials
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from strategies import Program
 from strategies.base import compiler_settings, eager
-from strategies.check import Outcome
 from strategies.region import DOUBLE_BACKWARD, MAX_CHECKED, Check, Region, State
+from strategies.region_check import Outcome
 from strategies.regions import compile_in_place
 from tests.strategies import backends
 from tests.strategies.backends import Fault

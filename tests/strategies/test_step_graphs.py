@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from strategies.base import CannotCapture
-from strategies.compare import SINGLE, TF32, UNITS
-from strategies.cuda_graph.capture import (
+from strategies.cuda_graph.host_state import HostState, named
+from strategies.cuda_graph.recorded_step import Repeating
+from strategies.cuda_graph.step_graphs import (
     MAX_CHANGES,
     MAX_OBSERVATIONS,
     MAX_RECORDS,
@@ -29,8 +30,7 @@ from strategies.cuda_graph.capture import (
     StateChanges,
     StepGraphs,
 )
-from strategies.cuda_graph.repeat import Repeating
-from strategies.cuda_graph.state import HostState, named
+from strategies.tolerance import SINGLE, TF32, UNITS
 from tests.trainer.recording import RecordingEngine
 
 

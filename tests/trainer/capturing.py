@@ -9,7 +9,7 @@ import lightning as L
 
 from strategies import Program, Strategy
 from strategies.base import apply, begin, end
-from strategies.cuda_graph.steps import StepCapture
+from strategies.cuda_graph.step_capture import StepCapture
 from trainer.loops.lightning import LightningLoop
 
 

@@ -16,8 +16,9 @@ from torch import nn
 
 from strategies import STRATEGIES, Program, Regional, Strategy, Whole
 from strategies.modules import Auto
-from trainer.auto import Knowledge, chooser
+from trainer.auto import chooser
 from trainer.auto.chooser import Chooser
+from trainer.auto.rule import Knowledge
 from trainer.telemetry.meter import Step
 
 AGAIN = 0.3

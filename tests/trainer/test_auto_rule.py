@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.simulated import STARTED, Workload, simulate
-from trainer.auto import CACHED_SECONDS, EAGER, MARGIN, SETUP_SECONDS, Arm, Knowledge
-from trainer.auto.memory import keep, recall
+from trainer.auto.past_runs import keep, recall
+from trainer.auto.rule import CACHED_SECONDS, EAGER, MARGIN, SETUP_SECONDS, Arm, Knowledge
 
 # Of H200s and H100s (docs/results/without_records.md); of those without a source, the order is what counts.
 WORKLOADS = {

@@ -24,8 +24,8 @@ from trainer.checkpoints import PARTS, Checkpoints, FiniteLosses, opened, random
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.process import StopRequest
-from trainer.telemetry.files import written_whole
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.serialization import written_whole
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from rich.console import Console
 from strategies import STRATEGIES
 from tests.trainer.runs import train
 from trainer.console import print_rows, summary
-from trainer.telemetry.files import flat, headlines, shown
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.serialization import flat, headlines, shown
 
 FULL = "[regional,optimizer,buckets,cached]"
 FIRST = {name: kind.headlines for name, kind in STRATEGIES.items()}

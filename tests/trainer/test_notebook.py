@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
-from trainer.sweep.telling import InNotebook, InTerminal, teller
+from trainer.sweep.progress import InNotebook, InTerminal, teller
 
 MODEL = """
 import lightning as L

@@ -164,7 +164,7 @@ def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path, capsys: pytest.
 
 def loss_of_a_loop_of_ones_own(config: Config) -> float:
     """Mean loss of ``STEPS`` steps of the network that ``run.peer=transformers_eager`` trains."""
-    from trainer.peers.huggingface import equivalent
+    from trainer.peers.transformers_trainer import equivalent
 
     task: Any = config.task
     L.seed_everything(config.seed, verbose=False)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from strategies import Optimizer, Regional, Strategy
 from tests.strategies import backends
 from tests.trainer.recording import Recorded
+from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.plain import PlainLoop
-from trainer.loops.training import CompiledTraining
 from trainer.telemetry.record import RunRecord
 
 

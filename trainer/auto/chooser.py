@@ -16,13 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from strategies import STRATEGIES, Program, Regional, Strategy
 from strategies.base import ordered
-from strategies.errors import one_line
-from strategies.loop import Loop, StepHook
+from strategies.compile_errors import one_line
+from strategies.loop_protocol import Loop, StepHook
 from strategies.modules import Auto
-from trainer.auto import EAGER, MARGIN, MODULES, REPEATED, SURE, Arm, Choice, Knowledge
-from trainer.auto.memory import keep, memory_of, recall
+from trainer.auto.past_runs import keep, memory_of, recall
+from trainer.auto.rule import EAGER, MARGIN, MODULES, REPEATED, SURE, Arm, Choice, Knowledge
 from trainer.telemetry.hardware import process_age_seconds
-from trainer.telemetry.machine import now
+from trainer.telemetry.machine_monitor import now
 from trainer.telemetry.meter import Step, shape_of
 from trainer.telemetry.telemetry import Telemetry
 

@@ -16,22 +16,22 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program
 from strategies.base import holds
-from strategies.compare import Difference
-from strategies.errors import is_recompile_limit
-from strategies.loop import Loop, StepHook, gathered
-from strategies.methods import submodules
+from strategies.compile_errors import is_recompile_limit
+from strategies.loop_protocol import Loop, StepHook, gathered
+from strategies.method_regions import submodules
 from strategies.optimizer.step import installed
 from strategies.region import Check, Kind, Region
+from strategies.tolerance import Difference
+from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
-from trainer.words import as_typed
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.network import Network
-    from strategies.cuda_graph.steps import StepCapture
+    from strategies.cuda_graph.step_capture import StepCapture
     from strategies.optimizer.step import Update
 
 SHARE = 0.005

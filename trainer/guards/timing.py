@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from strategies import Program
 from strategies.base import eager
-from strategies.loop import Loop, MicroBatch, RunMicroBatch, StepHook
+from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
 from trainer.telemetry import hardware
-from trainer.telemetry.files import number
-from trainer.telemetry.machine import now
+from trainer.telemetry.machine_monitor import now
+from trainer.telemetry.serialization import number
 from trainer.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from strategies.cuda_graph.steps import StepCapture
+    from strategies.cuda_graph.step_capture import StepCapture
 
 STEADY_STEPS = 20
 """Steady steps after which windows begin."""

@@ -23,12 +23,12 @@ from tqdm.auto import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from strategies import Stage, Strategy
-from strategies.loop import RunMicroBatch
+from strategies.loop_protocol import RunMicroBatch
 from strategies.padding import Padding, length_of, to_edge
-from trainer.loops.logs import Logs
-from trainer.loops.private import replace, replaced
-from trainer.loops.processes import OneProcess
-from trainer.loops.training import CompiledTraining
+from trainer.loops.compiled_training import CompiledTraining
+from trainer.loops.distributed import OneProcess
+from trainer.loops.lightning_internals import replace, replaced
+from trainer.loops.training_info import Logs
 
 LOGGED = "speed/"
 """Begins the names of figures that go into the Trainer's own log, which is printed, too; TensorBoard has all."""

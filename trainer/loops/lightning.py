@@ -1,4 +1,4 @@
-"""Lightning's Trainer behind the protocol ``strategies.loop.Loop``, made of the pieces of ``private``.
+"""Lightning's Trainer behind the protocol ``Loop``, made of the pieces of ``lightning_internals``.
 
 A step that is captured is made of Lightning's own pieces (its closure and its hooks), so that whatever the module or a
 Lightning strategy has overridden is in force. See ``_AutomaticOptimization`` in
@@ -20,8 +20,9 @@ import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
-from strategies.loop import LogCall, RunMicroBatch
-from trainer.loops.private import (
+from strategies.loop_protocol import LogCall, RunMicroBatch
+from trainer.loops.distributed import Processes
+from trainer.loops.lightning_internals import (
     LightningMicroBatch,
     hooks_within_step,
     is_overridden,
@@ -30,7 +31,6 @@ from trainer.loops.private import (
     replaced,
     untried,
 )
-from trainer.loops.processes import Processes
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

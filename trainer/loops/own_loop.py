@@ -33,10 +33,10 @@ from tqdm import tqdm
 
 from strategies import Strategy
 from strategies.padding import length_of, to_edge
-from trainer.loops.logs import Logs
+from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.plain import AUTOCAST, PlainLoop
-from trainer.loops.training import CompiledTraining
-from trainer.script import main_script
+from trainer.loops.training_info import Logs
+from trainer.run_end import main_script
 from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:

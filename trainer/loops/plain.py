@@ -1,4 +1,4 @@
-"""A plain PyTorch loop behind the protocol ``strategies.loop.Loop``: one process, nothing logged.
+"""A plain PyTorch loop behind the protocol ``strategies.loop_protocol.Loop``: one process, nothing logged.
 
 It is what people write themselves: batches, loss, backward, clipping, optimizer, schedule. Strategies, guards and
 capture run in it as in Lightning's, which shows that they know nothing of Lightning. ``trainer.loops.own_loop`` is its
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from strategies.loop import RunMicroBatch
-from trainer.loops.private import replace
-from trainer.loops.processes import OneProcess
+from strategies.loop_protocol import RunMicroBatch
+from trainer.loops.distributed import OneProcess
+from trainer.loops.lightning_internals import replace
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.tables import interval, marked, number
-from trainer.telemetry.files import cut
+from trainer.telemetry.serialization import cut
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

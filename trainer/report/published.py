@@ -29,8 +29,8 @@ from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_run
 from trainer.report.runs import Run, find, is_profiled
 from trainer.report.statistics import rounded
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
-from trainer.telemetry.files import finite, written_whole
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.serialization import finite, written_whole
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset({"events", "notes", "verdict", "audits", "skipped_items", "final_metrics"})

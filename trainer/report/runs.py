@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from strategies import STRATEGIES
+from trainer.advice import program
 from trainer.report.statistics import Estimate, estimate
-from trainer.telemetry.files import printable
 from trainer.telemetry.record import FILE_NAME, RunRecord
-from trainer.words import program
+from trainer.telemetry.serialization import printable
 
 DECISIVE_VERSIONS = ("torch", "triton", "cuda")
 """Software that decides how fast compiled code is."""

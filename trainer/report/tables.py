@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.report.runs import DECISIVE_VERSIONS, Cell, Run, deciding, fixed_settings, parity_of, set_parameters
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
-from trainer.telemetry import files
-from trainer.telemetry.files import finite
+from trainer.telemetry import serialization
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.serialization import finite
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -110,7 +110,7 @@ def number(value: float | None) -> str:
         return ABSENT
     size = abs(value)
     if 0 < size < 0.01:
-        return files.number(value, 3)
+        return serialization.number(value, 3)
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:,.{digits}f}"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.process import PARENT
-from trainer.telemetry.machine import processor_name
+from trainer.telemetry.machine_monitor import processor_name
 from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def described(config: Config, command: list[str]) -> RunRecord:
     """A run's record as far as its configuration tells it, before anything is built: what runs, of which code, from
     which caches and in which round of a sweep."""
     from strategies.base import ordered
-    from strategies.errors import without_credentials
+    from strategies.compile_errors import without_credentials
     from trainer.settings import PEER, Peer
 
     number = os.environ.get(ROUND_VARIABLE)
@@ -83,7 +83,7 @@ def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = 
     """Fields of a record that say what ran, when, on which machine, and of which checkout (the one of ``root``)."""
     # Not above: the command line reads its environment first, and then makes sure that this package is ours.
     from strategies.base import label
-    from strategies.errors import without_credentials
+    from strategies.compile_errors import without_credentials
 
     launch = None
     with contextlib.suppress(ValueError):  # in a script of one's own it is nothing that we refuse

@@ -31,26 +31,26 @@ from torch.utils import _pytree as pytree
 
 from strategies import CudaGraph, Regional, Strategy, Whole
 from strategies.base import label, ordered
-from strategies.errors import one_line
-from strategies.prepare import Preparation, environment
+from strategies.compile_errors import one_line
+from strategies.compiler_warmup import Preparation, environment
 from strategies.regions import find_containers
 from strategies.torch_patches import compiling_in
+from trainer.advice import in_python
+from trainer.bucketed_loaders import loss_of_padding
 from trainer.callback import Compile
-from trainer.loading import loss_of_padding
 from trainer.loops.lightning import LightningLoop, throwaway_trainer
-from trainer.loops.private import kinds
+from trainer.loops.lightning_internals import kinds
 from trainer.process import process_settings
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
-from trainer.script import main_script, named
+from trainer.run_end import main_script, named
 from trainer.settings import TrainerConfig
 from trainer.sweep.environment import origin
-from trainer.sweep.telling import Teller, teller
+from trainer.sweep.progress import Teller, teller
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
-from trainer.words import in_python
 
 WARMUP_STEPS = 5
 MIN_STEADY_STEPS = 10

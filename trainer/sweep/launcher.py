@@ -36,6 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 import __main__
+from trainer.advice import program
 from trainer.config import to_config
 from trainer.process import handled, present_handlers
 from trainer.report import tables
@@ -46,7 +47,6 @@ from trainer.sweep import plan
 from trainer.sweep.environment import CACHES_DIRECTORY, ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables, described
 from trainer.sweep.plan import REFUSED, PlannedCell
 from trainer.telemetry.record import RunRecord
-from trainer.words import program
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
 """Name that this module has in ``hydra.launcher._target_``."""

@@ -24,9 +24,9 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 from torch import nn
 
-from trainer.telemetry.files import cut
 from trainer.telemetry.record import CompilerFigures, Event
-from trainer.telemetry.source import Line, innermost, line_at, lines_of_stack, shown
+from trainer.telemetry.serialization import cut
+from trainer.telemetry.source_lines import Line, innermost, line_at, lines_of_stack, shown
 
 MAX_LINES = 20
 MAX_REASON = 160

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from strategies.loop import Loop
-from trainer.telemetry.machine import now, processor_name
+from strategies.loop_protocol import Loop
+from trainer.telemetry.machine_monitor import now, processor_name
 from trainer.telemetry.record import Peak, RunRecord
 
 PACKAGES = ("crucible-train", "torch", "torchvision", "lightning", "triton", "hydra-core", "tensorboard")

@@ -17,10 +17,10 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from strategies.prepare import environment
+from strategies.compiler_warmup import environment
 from trainer.telemetry import hardware
-from trainer.telemetry.files import cut
 from trainer.telemetry.meter import Step
+from trainer.telemetry.serialization import cut
 
 DIRECTORY = "profile"
 TRACE = "trace.json.gz"

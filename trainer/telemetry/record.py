@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.telemetry.files import build, finite, printable, type_name, written_whole
-from trainer.telemetry.machine import MachineFacts
+from trainer.telemetry.machine_monitor import MachineFacts
+from trainer.telemetry.serialization import build, finite, printable, type_name, written_whole
 
 FILE_NAME = "record.json"
 SCHEMA = 1
@@ -299,7 +299,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
     """Building data, module and trainer, up to the first training batch."""
     preparation_seconds: float | None = None
     """Of the setup, what importing Inductor and starting its workers in the background cost: waited for, or taken from
-    the main thread; at most, see ``strategies.prepare``. None without, and under ``auto``."""
+    the main thread; at most, see ``strategies.compiler_warmup``. None without, and under ``auto``."""
     first_step_seconds: float | None = None
     """First optimizer step, compilation included, measured on the device."""
     warmup_seconds: float | None = None
@@ -413,7 +413,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
     def save(self, directory: str | Path) -> Path:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
         # Not above: the command line plans a sweep first, and then makes sure that this package is ours.
-        from strategies.errors import without_credentials
+        from strategies.compile_errors import without_credentials
 
         values = without_credentials({"task": self.task, **dataclasses.asdict(self)})  # what ran comes first
         file = Path(directory) / FILE_NAME

@@ -18,15 +18,15 @@ import torch
 from torch import distributed
 
 from strategies import Program
-from strategies.loop import Loop, gathered
+from strategies.loop_protocol import Loop, gathered
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import MAX_LINES, CompilerMonitor
-from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
-from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
+from trainer.telemetry.machine_monitor import EnergyMeter, MachineMonitor, now, nvml_handle
 from trainer.telemetry.meter import Counts, Meter, Points, Step, StepClock, shape_of
 from trainer.telemetry.profile import StepProfiler, with_idle_share
 from trainer.telemetry.record import CompilerFigures, RankFigures, Rates, RunRecord
+from trainer.telemetry.serialization import finite
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 BatchCounter = Callable[[Any], Counts]

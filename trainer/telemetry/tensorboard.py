@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from strategies.errors import hidden
-from strategies.loop import Loop
+from strategies.compile_errors import hidden
+from strategies.loop_protocol import Loop
 from trainer.report.run_verdict import run_verdict
 from trainer.report.runs import set_parameters
-from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event, RankFigures, RunRecord, communication_of
-from trainer.telemetry.source import shown
+from trainer.telemetry.serialization import finite
+from trainer.telemetry.source_lines import shown
 
 FINAL: dict[str, tuple[str, str]] = {
     "whole_run/steps_per_second": ("steady_steps_per_second", "steps/s"),
