@@ -99,7 +99,7 @@ def one_line(error: BaseException) -> str:
     if ours is not None or not lines:
         return f"{name}: {ours}" if ours else name
     if lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
-        return hidden(lines[-1])  # the worker's traceback ends with the error itself
+        return redact(lines[-1])  # the worker's traceback ends with the error itself
     text = f"{name}: {lines[0]}"
     if len(lines) > 1 and lines[0].endswith(":"):  # the reason itself stands on the next line
         text += f" {lines[1]}"
@@ -114,7 +114,7 @@ def one_line(error: BaseException) -> str:
         text += f"; where that is for a gradient within the loss, {SECOND_ORDER}"
     if REMEDY in getattr(error, "__notes__", ()):
         text += f"; {REMEDY}"
-    return hidden(text)
+    return redact(text)
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -207,14 +207,14 @@ def conceal(texts: Iterable[str]) -> None:
     _concealed.update(text for text in texts if len(text) >= SHORTEST and not text.isdecimal())
 
 
-def hidden(text: str) -> str:
+def redact(text: str) -> str:
     """``text`` with ``***`` in the place of what ``conceal`` was given, and of credentials that are known by form."""
     for one in sorted(_concealed, key=len, reverse=True):  # one may be a part of another
         text = text.replace(one, HIDDEN)
-    return _hidden_by_form(text)
+    return _redacted_by_form(text)
 
 
-def _hidden_by_form(text: str) -> str:
+def _redacted_by_form(text: str) -> str:
     for pattern in VALUES:
         text = pattern.sub(lambda match: (match[1] if match.lastindex else "") + HIDDEN, text)
     return text
@@ -246,7 +246,7 @@ def without_credentials(value: Any, found: list[str] | None = None, *, path: str
     while literal != before:  # interpolations may hold others
         before, literal = literal, re.sub(r"\$\{[^{}]*\}", "", literal)
     # What is looked for in order to refuse it has no value of the environment: it holds the interpolation.
-    cover = hidden if found is None else _hidden_by_form
+    cover = redact if found is None else _redacted_by_form
     if literal.strip() in ("", "???") or not (secret or cover(literal) != literal):  # ??? is a missing one
         return value
     if found is not None:

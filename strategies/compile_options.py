@@ -63,7 +63,7 @@ class CompilerRequest:
         known = torch.compiler.list_backends(())
         if self.backend not in known:
             raise ValueError(
-                f"{key}.backend={self.backend!r} is not one of {tuple(sorted(known))}{near(self.backend, known)}"
+                f"{key}.backend={self.backend!r} is not one of {tuple(sorted(known))}{suggestion(self.backend, known)}"
             )
         if not self.needs_inductor:
             return
@@ -75,7 +75,7 @@ class CompilerRequest:
             names = list(inductor_config.get_config_copy())
             for option in options:
                 if option not in names:
-                    raise ValueError(f"{key}.options: Inductor has no option {option!r}{near(option, names)}")
+                    raise ValueError(f"{key}.options: Inductor has no option {option!r}{suggestion(option, names)}")
             try:
                 torch.compile(lambda: None, options=options)  # reads the options, compiles nothing yet
             except RuntimeError as error:  # a value of the wrong type
@@ -142,7 +142,7 @@ def eager_random_numbers() -> dict[str, Any]:
     return {"align_random_eager": True} if torch.cuda.is_available() and hasattr(config, "align_random_eager") else {}
 
 
-def near(given: str, known: list[str]) -> str:
+def suggestion(given: str, known: list[str]) -> str:
     """What an error about ``given`` ends with: the names in ``known`` that resemble it."""
     matches = difflib.get_close_matches(given, known, n=3)
     return f"; near: {', '.join(matches)}" if matches else ""

@@ -165,13 +165,13 @@ class Loop(Protocol):
 
     # ---- processes
 
-    def anywhere(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any process; every process calls it."""
 
-    def everywhere(self, flag: bool) -> bool:
+    def all_ranks(self, flag: bool) -> bool:
         """Whether ``flag`` is true on all processes; every process calls it."""
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """The smallest of the processes' numbers, without waiting for the device; every process calls it."""
 
     def broadcast(self, value: Value) -> Value:
@@ -182,23 +182,23 @@ class Loop(Protocol):
 
     # ---- standing around the loop's own steps
 
-    def why_not_capture_together(self) -> str | None:
+    def collectives_obstacle(self) -> str | None:
         """Why no graph can hold the collectives of a step; None where one can, and for one process."""
 
     @property
     def capture_warmup_steps(self) -> int:
         """Steps that the processes must have taken together before one is captured."""
 
-    def why_not_capture(self) -> Iterable[str]:
+    def capture_obstacles(self) -> Iterable[str]:
         """What the loop does on the host in every step, which no CUDA graph repeats."""
 
-    def unreadable(self) -> Mapping[type, str]:
+    def unreadable_types(self) -> Mapping[type, str]:
         """Types of the loop whose objects a captured step must not read, with the reason."""
 
     def constants(self) -> Hashable:
         """What a step takes by value from the loop (clipping, accumulation), so that a graph holds for it alone."""
 
-    def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
+    def wrap_step(self, run: RunMicroBatch) -> Callable[[], None]:
         """Let ``run`` run every micro-batch from now on; returns what undoes it. The session calls it, once."""
 
     def recording_logs(self) -> AbstractContextManager[list[tuple[LogCall, Any]]]:

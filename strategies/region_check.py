@@ -5,9 +5,9 @@ what is written to inputs are compared. Nothing outside of the region runs again
 is put back. The tolerance comes from a more exact run: in double precision, in single precision where autocast lowers
 it, or, where the region draws random numbers (which would be others), with weights and inputs one rounding off.
 
-Where Inductor draws other random numbers than eager (dropout), eager draws them as Inductor does, see ``inductor_random``.
-Where that is not what it did, runs of both under several seeds are compared as samples: their means may differ by what the
-spread between seeds explains.
+Where Inductor draws other random numbers than eager (dropout), eager draws them as Inductor does, see
+``inductor_random``. Where that is not what it did, runs of both under several seeds are compared as samples: their
+means may differ by what the spread between seeds explains.
 """
 
 from __future__ import annotations

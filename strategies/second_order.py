@@ -37,13 +37,13 @@ class SecondOrder(ModuleOptions):
 
     def apply(self, program: Program) -> None:
         from strategies.method_regions import compile_method
-        from strategies.regions import called_for, compile_regions
+        from strategies.regions import callable_paths, compile_regions
 
         program.settings["trace_autograd_ops"] = program.checking.derives = True
         program.checking.note = program.notes.append
         for path in self.functions:
             compile_method(program, path, self)
-        modules = [] if self.functions else called_for(program.module, program.whole)
+        modules = [] if self.functions else callable_paths(program.module, program.whole)
         compile_regions(program, self, modules, small=False)
         if not (self.functions or program.whole):
             compile_children(program, self)

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.doctor.findings import OK, WARNING, place
 from strategies.cached.store import read_key
-from strategies.compile_errors import hidden, one_line
+from strategies.compile_errors import one_line, redact
 from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.config import compose
@@ -116,7 +116,7 @@ def test_text_of_the_environment_within_a_longer_value_is_used_and_not_written(
     assert not any("plain words" in each for each in told)
     with pytest.raises(ValueError, match="is not one of") as refused:
         compose(["compile=whole", "compile.whole.mode=${oc.env:HUSHED}"])
-    assert "plain words" not in hidden(str(refused.value))
+    assert "plain words" not in redact(str(refused.value))
     compose(["+compile.whole.options={note:'plain words that name nothing'}", "compile=whole"])  # is not refused
 
 

@@ -27,7 +27,7 @@ from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import kinds, replaced
 from trainer.loops.rank_consistency import code_of, compare_facts
 from trainer.loops.rank_failures import STILL_SECONDS, Deadline, Failures
-from trainer.loops.training_info import Logs
+from trainer.loops.training_info import TrainingInfo
 from trainer.telemetry.serialization import flat
 
 __all__ = ["Compile", "CompileFailed", "CompiledNothing", "ParityError"]
@@ -115,7 +115,7 @@ class Compile(CompiledTraining, L.Callback):
         """Model, optimizer and restored state are in place."""
         if trainer.world_size > 1:
             self._epoch_ends = epoch_ends(trainer)
-        self.begin(LightningLoop(trainer), logs_of(trainer))
+        self.begin(LightningLoop(trainer), training_info_of(trainer))
         self._deadline = Deadline(trainer.global_rank, self._device_seconds(trainer))
 
     def on_train_batch_start(
@@ -216,7 +216,7 @@ class Compile(CompiledTraining, L.Callback):
         compare_facts(trainer.global_rank, facts)
 
 
-def logs_of(trainer: L.Trainer) -> Logs:
+def training_info_of(trainer: L.Trainer) -> TrainingInfo:
     """Where ``trainer`` logs, and those of its options that a step depends on."""
     given = getattr(trainer.logger, "log_dir", None)
     own = isinstance(given, str | Path)  # loggers of services know one folder for all runs, if any
@@ -225,7 +225,7 @@ def logs_of(trainer: L.Trainer) -> Logs:
     sizes = {getattr(loader, "batch_size", None)} - {None}
     if not sizes:  # one for each length, where batches are grouped by it
         sizes = set((getattr(getattr(loader, "batch_sampler", None), "batch_sizes", None) or {}).values())
-    return Logs(
+    return TrainingInfo(
         folder=None if trainer.fast_dev_run else folder,  # type: ignore[attr-defined]
         shared=not own,
         batch_size=sizes.pop() if len(sizes) == 1 else None,

@@ -62,7 +62,7 @@ class FiniteLosses:
         found = telemetry.meter.look(everything=everything)
         if found is None and everything and self._weights and (names := _spoilt(loop)):
             found = telemetry.last_step.place(f"weights are not finite after it: {', '.join(names[:3])}")
-        if not loop.anywhere(found is not None):
+        if not loop.any_rank(found is not None):
             return
         step, where = min(one for one in gathered(found) if one is not None)
         if self._mode == "fail":

@@ -160,7 +160,7 @@ def _is_worded(error: BaseException) -> bool:
 def report(error: BaseException, place: str = "") -> None:
     """Print what ``explain`` says on the standard error, without credentials; of what the user's code has refused, its
     line; of what the system has, the file, or ``place``, which is an option that says where."""
-    from strategies.compile_errors import hidden  # not above, as in _unknown
+    from strategies.compile_errors import redact  # not above, as in _unknown
     from trainer.telemetry.source_lines import place_lines, raised_at
 
     lines = explain(error)
@@ -175,4 +175,4 @@ def report(error: BaseException, place: str = "") -> None:
     who = environment.speaking(os.environ, alike="torch" not in sys.modules)
     if who is not None:
         # One write, also without a buffer: several processes may share a terminal.
-        print(hidden("".join(f"{who}{line}\n" for line in lines)), end="", file=sys.stderr, flush=True)
+        print(redact("".join(f"{who}{line}\n" for line in lines)), end="", file=sys.stderr, flush=True)

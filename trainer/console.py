@@ -27,7 +27,7 @@ from trainer.checkpoint_files import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
 from trainer.telemetry.profile import profile_line
 from trainer.telemetry.record import FILE_NAME, AuditDifference, RankFigures, RunRecord, communication_of
-from trainer.telemetry.serialization import counted, cut, headlines, number
+from trainer.telemetry.serialization import counted, headlines, number, shorten
 from trainer.telemetry.source_lines import place_lines
 from trainer.telemetry.telemetry import Telemetry
 
@@ -240,7 +240,7 @@ def print_end(console: Console, record: RunRecord, run_dir: Path | None, *, full
     rows, alarms = summary(record), _alarms(record)
     print_rows(console, rows if full else first_rows(rows) | alarms)
     most = len(record.notes) if full else max(MOST_NOTES - len(alarms), 0)
-    notes = [note if full else cut(note, LONGEST_NOTE) for note in record.notes[:most]]
+    notes = [note if full else shorten(note, LONGEST_NOTE) for note in record.notes[:most]]
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     left_out = len(record.notes) - len(notes)
@@ -296,7 +296,7 @@ def _alarms(record: RunRecord) -> dict[str, str]:
         "skipped items": True,
     }
     rows = summary(record)
-    return {name: cut(rows[name], LONGEST_NOTE) for name, is_wrong in wrong.items() if is_wrong and name in rows}
+    return {name: shorten(rows[name], LONGEST_NOTE) for name, is_wrong in wrong.items() if is_wrong and name in rows}
 
 
 def announce(console: Console, record: RunRecord, run_dir: Path) -> None:

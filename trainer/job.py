@@ -17,7 +17,7 @@ from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, opened
 from trainer.console import ProgressView, announce
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import leave_groups
-from trainer.loops.rank_failures import Started
+from trainer.loops.rank_failures import StartedProcesses
 from trainer.process import StopRequest
 from trainer.settings import Config
 from trainer.telemetry.hardware import note_machine
@@ -30,17 +30,17 @@ class Job:
     def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
         self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
         self._compile: Compile | None = None
-        self._started: Started | None = None
+        self._started: StartedProcesses | None = None
 
     @property
     def started(self) -> bool:
         return self._compile is not None and self._compile.telemetry.phase != "starting"
 
-    def cause(self, error: BaseException) -> BaseException:
+    def root_cause(self, error: BaseException) -> BaseException:
         """What is behind ``error``: perhaps another process, which has failed."""
         return error if self._compile is None or self._compile.failed_by is None else self._compile.failed_by
 
-    def leave(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Wait until the processes started here have ended as well. Raises RankFailed where one fails at that."""
         if self._started is not None:
             self._started.wait()
@@ -67,7 +67,9 @@ class Job:
         checkpoints = Checkpoints(self._run_dir, every_n_steps=every, stop=stop, losses=losses)
         trainer = build_trainer(config, self._run_dir, [Resuming(record.notes, saved), compile_, checkpoints])
         start_processes(trainer, self._run_dir)
-        self._started = Started(self._run_dir, lambda: None if compile_.failures is None else compile_.failures.left())
+        self._started = StartedProcesses(
+            self._run_dir, lambda: None if compile_.failures is None else compile_.failures.left()
+        )
         note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
         steps = settings.max_steps

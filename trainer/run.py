@@ -18,20 +18,20 @@ from rich.console import Console
 from torch.distributed import DistError, TCPStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from strategies.compile_errors import hidden, is_out_of_memory, one_line
+from strategies.compile_errors import is_out_of_memory, one_line, redact
 from strategies.compiler_warmup import stop_compiling
 from trainer.build import task_options
 from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import NonFiniteLoss
 from trainer.console import ERROR_LOG, print_end, shown
 from trainer.job import Job
-from trainer.loops.rank_consistency import name_of
+from trainer.loops.rank_consistency import describe_process
 from trainer.loops.rank_failures import AND_SO, RankFailed, fail_record
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
-from trainer.run_end import conclude
+from trainer.run_end import finalize
 from trainer.settings import Config, Peer
 from trainer.sweep.environment import Launch, described, launched
-from trainer.sweep.run_dirs import claim, is_first_process, put_back, release
+from trainer.sweep.run_dirs import claim, is_first_process, release, restore_file
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.source_lines import raised_at
@@ -81,7 +81,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     try:
         with process_settings(config.trainer), stop:
             job.go(stop)
-            job.leave()
+            job.wait_for_ranks()
             record.status = "interrupted" if stop.signum else "finished"
             record.signal = stop.signum
     except Interrupted as interrupted:
@@ -91,7 +91,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
             if launch is not None and (theirs := RunRecord.load(run_dir)).status == "failed":
                 record.status, record.reason = theirs.status, f"{theirs.reason}{AND_SO}"
     except Exception as error:
-        cause = job.cause(error)
+        cause = job.root_cause(error)
         stopped = stop.signum or getattr(cause, "signum", None)
         # What breaks while everything stops is part of stopping; a loss is not.
         if stopped and not isinstance(error, NonFiniteLoss):
@@ -115,9 +115,9 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     finally:
         job.end()
         with undisturbed():
-            conclude(record, run_dir if first and not refused else None, console, close_pages=job.close_pages)
+            finalize(record, run_dir if first and not refused else None, console, close_pages=job.close_pages)
             if refused and first:
-                put_back(replaced, run_dir)
+                restore_file(replaced, run_dir)
     print_end(console, record, run_dir, full=config.trainer.summary == "full")
     for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
         if log.stat().st_mtime >= began:  # else of an earlier start
@@ -129,9 +129,9 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
 
 def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> Job:
     if isinstance(config.run, Peer):
-        from trainer.peers.peer_job import Peering
+        from trainer.peers.peer_job import PeerJob
 
-        return Peering(config, record, run_dir, console)
+        return PeerJob(config, record, run_dir, console)
     return Job(config, record, run_dir, console)
 
 
@@ -145,11 +145,13 @@ def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch
             return
         rank = rank_zero_only.rank  # type: ignore[attr-defined]
         log = OTHERS_LOG.replace("*", str(rank))
-        fail_record(run_dir, f"rank {name_of(rank)}: {one_line(cause)}")  # the first one may be killed with this one
+        fail_record(
+            run_dir, f"rank {describe_process(rank)}: {one_line(cause)}"
+        )  # the first may be killed with this one
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         text = "".join(traceback.format_exception(error))
-        (run_dir / log).write_text(f"{socket.gethostname()}\n" * (log != ERROR_LOG) + hidden(text), encoding="utf-8")
+        (run_dir / log).write_text(f"{socket.gethostname()}\n" * (log != ERROR_LOG) + redact(text), encoding="utf-8")
     except OSError:  # a full disk, perhaps
         traceback.print_exc()
 

@@ -1,8 +1,8 @@
 """The end of a run, the same for our command line and for a script of one's own; and what a script needs beside it.
 
-``conclude`` does all that remains once a run's status is known. ``OwnRun`` gives a training in somebody's script what
-``trainer.run`` gives ours: a complete record in a folder of its own, progress while it compiles, the table and the
-verdict at the end.
+``finalize`` does all that remains once a run's status is known. ``ScriptRun`` gives a training in somebody's script
+what ``trainer.run`` gives ours: a complete record in a folder of its own, progress while it compiles, the table and
+the verdict at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from strategies.compile_errors import one_line
 from strategies.compiler_warmup import stop_compiling
 from strategies.loop_protocol import Loop
 from trainer.console import ProgressView, print_end, shown, summary
-from trainer.loops.training_info import NOT_STARTED, Logs
+from trainer.loops.training_info import NOT_STARTED, TrainingInfo
 from trainer.report.run_verdict import run_verdict
 from trainer.sweep.environment import RECORDS_VARIABLE, origin
 from trainer.telemetry import hardware
@@ -35,7 +35,7 @@ from trainer.telemetry.source_lines import raised_at
 from trainer.telemetry.telemetry import Telemetry
 
 
-def conclude(
+def finalize(
     record: RunRecord,
     directory: Path | None,
     console: Console,
@@ -70,7 +70,7 @@ def conclude(
             console.print(reason, highlight=False, markup=False, soft_wrap=True)
 
 
-class OwnRun:
+class ScriptRun:
     """One training after another in a script of one's own, each with a record.
 
     Args:
@@ -94,7 +94,7 @@ class OwnRun:
             view = ProgressView(self._console, style="plain", total=None, telemetry=telemetry, print_line=print_line)
             self._view.enter_context(view)
 
-    def begin(self, record: RunRecord, module: nn.Module, loop: Loop, logs: Logs | None) -> None:
+    def begin(self, record: RunRecord, module: nn.Module, loop: Loop, logs: TrainingInfo | None) -> None:
         """The training of ``module`` begins in ``loop``: write what is known of it, and claim a folder for it."""
         self._open = True
         self._console.quiet = not (self._verbose and loop.is_first_process)
@@ -102,7 +102,7 @@ class OwnRun:
         root = Path.cwd() if script is None else script.parent
         for name, value in origin(self._strategies, sys.argv[1:], root=root).items():
             setattr(record, name, value)
-        logs = logs or Logs(folder=None)
+        logs = logs or TrainingInfo(folder=None)
         record.task, record.status = type(module).__name__, "running"
         record.script, record.entry = named(script), logs.entry
         record.seed, record.resumed_from = logs.seed, logs.resumed_from
@@ -124,7 +124,7 @@ class OwnRun:
         self._open = False
         if record.status == "running":
             record.status = "finished"
-        conclude(record, self.directory, self._console, close_pages=close_pages, since_seconds=self._began_seconds)
+        finalize(record, self.directory, self._console, close_pages=close_pages, since_seconds=self._began_seconds)
         print_end(self._console, record, self.directory)
 
     def failed(self, record: RunRecord, error: BaseException) -> None:

@@ -1,8 +1,8 @@
 """Bench: a few eager steps of a training, in which each region is compiled and compared with eager at its first call.
 
-The comparison is that of a run (``strategies.region_check``), on copies of the inputs. Where a region is not eager's, or
-does not compile, what it calls is looked at in the same way, down to the smallest submodule at fault. The training goes on
-with eager's results, in a module of this process's own.
+The comparison is that of a run (``strategies.region_check``), on copies of the inputs. Where a region is not eager's,
+or does not compile, what it calls is looked at in the same way, down to the smallest submodule at fault. The training
+goes on with eager's results, in a module of this process's own.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from scripts.bisect.search import MAX_SHAPES, Look, Report, all_of, searched
+from scripts.bisect.search import MAX_SHAPES, ComparedModule, Report, all_of, searched
 from scripts.explain.run import training
 from strategies import Program, Stage, Strategy
-from strategies.base import apply, compiler_settings, holds
+from strategies.base import apply, compiler_settings, is_ancestor
 from strategies.compile_errors import one_line
 from strategies.method_regions import submodules
 from strategies.region import Checking
@@ -36,14 +36,14 @@ from strategies.tolerance import rounding_unit
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer
 from trainer.settings import Config
-from trainer.telemetry.source_lines import shown
+from trainer.telemetry.source_lines import display_path
 
 MAX_BATCHES = 32
 """Batches among which different shapes are looked for."""
 MAX_NAMED = 2
 """Differences that a line names, the largest first."""
 
-Saw = Callable[[Look], object]
+Saw = Callable[[ComparedModule], object]
 """Called with each submodule once it was looked at, before its children are."""
 
 
@@ -65,19 +65,19 @@ class Bench:
         self.arguments = {path: copy.deepcopy(region.arguments) for path, region in self._regions.items()}
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[list[Look]]:
+    def looking(self) -> Iterator[list[ComparedModule]]:
         """Inside, each region is looked at when it is called for the first time; what was seen is in the list."""
         with self._at_first_calls(self._program, self._regions) as looks:
             yield looks
 
     @contextlib.contextmanager
-    def _at_first_calls(self, program: Program, paths: Iterable[str]) -> Iterator[list[Look]]:
-        looks: list[Look] = []
+    def _at_first_calls(self, program: Program, paths: Iterable[str]) -> Iterator[list[ComparedModule]]:
+        looks: list[ComparedModule] = []
         handles: dict[str, Any] = {}
 
         def looked(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
             handles[path].remove()  # what is compared has the user's hooks alone
-            looks.append(self._look(program, path, args, kwargs))
+            looks.append(self._compare_module(program, path, args, kwargs))
 
         with contextlib.ExitStack() as stack:
             for path in paths:
@@ -87,9 +87,11 @@ class Bench:
                 stack.callback(handles[path].remove)
             yield looks
 
-    def _look(self, program: Program, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look:
+    def _compare_module(
+        self, program: Program, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ComparedModule:
         module = program.module.get_submodule(path)
-        look = Look(path=path, about=_about(module))
+        look = ComparedModule(path=path, about=_about(module))
         region = self._regions.get(path) or compile_in_place(program, path, self._arguments_of(path))
         assert region is not None
         try:
@@ -109,7 +111,7 @@ class Bench:
             look.children = self._looks_inside(path, args, kwargs)
         return look
 
-    def _looks_inside(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Look]:
+    def _looks_inside(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ComparedModule]:
         """Run the submodule once more, eager and on copies, and look at what it calls."""
         module = self._program.module.get_submodule(path)
         children = list(_children(module, path))
@@ -131,7 +133,7 @@ class Bench:
 
     def _arguments_of(self, path: str) -> dict[str, Any]:
         """Those of the region that it lies in."""
-        region = next(region for region in self.arguments if holds(region, path))
+        region = next(region for region in self.arguments if is_ancestor(region, path))
         return copy.deepcopy(self.arguments[region])  # torch pops keys from options
 
 
@@ -139,7 +141,7 @@ def _about(module: nn.Module) -> str:
     kind = type(module)
     about = kind.__name__
     with contextlib.suppress(TypeError, OSError):  # no source to read
-        about += f", {shown(str(inspect.getsourcefile(kind)))}:{inspect.getsourcelines(kind)[1]}"
+        about += f", {display_path(str(inspect.getsourcefile(kind)))}:{inspect.getsourcelines(kind)[1]}"
     return about
 
 
@@ -218,7 +220,7 @@ class BenchCallback(L.Callback):
             strategy.check()
         self._bench: Bench | None = None
         self._chosen: dict[str, Any] = {}  # by dtypes and shapes of the tensors
-        self._looks: list[Look] = []
+        self._looks: list[ComparedModule] = []
         self._batches = 0
         self._called: set[str] = set()
         self._compared = False

@@ -20,7 +20,7 @@ from typing import Any
 from scripts.arguments import exit_code, parser, positive
 from scripts.check import comment, judge, rounds
 from scripts.check.measurement import FILE_NAME, Measured, measured, save
-from strategies.compile_errors import hidden
+from strategies.compile_errors import redact
 from trainer.advice import program
 from trainer.process import leaving
 from trainer.report.runs import Run, find
@@ -184,10 +184,10 @@ def _say(options: argparse.Namespace, judgements: Sequence[judge.Judgement], bas
     if not judgements:
         raise ValueError("nothing was compiled in these runs, there is nothing to check")
     width = 100 if not sys.stdout.isatty() else os.get_terminal_size().columns
-    print(hidden("\n".join(comment.terminal(judgements, base, width))))
+    print(redact("\n".join(comment.terminal(judgements, base, width))))
     if base is None and not options.update:
         print(f"\nno base to compare with: --update stores one in {FILE_NAME}, --base names one")
-    text = hidden(comment.markdown(judgements, base, options.command))
+    text = redact(comment.markdown(judgements, base, options.command))
     if options.comment is not None:
         options.comment.write_text(text, encoding="utf-8")
     if summary := os.environ.get(SUMMARY_VARIABLE):

@@ -153,16 +153,16 @@ class HostRecorder(HostValues):
             descriptor and owner is not None and top_of(owner) in LIGHTNING  # self.global_step, self.trainer
         )
         try:
-            with self.quiet() if of_lightning else contextlib.nullcontext():
+            with self.paused() if of_lightning else contextlib.nullcontext():
                 value = getter(obj, name)
         except AttributeError:
-            with self.quiet():
+            with self.paused():
                 if isinstance(static, types.MemberDescriptorType):  # a slot, which lies in no dictionary
                     self._remember(obj, name, label)
                 else:
                     self._expect(attributes_of(obj), name, GONE, label, obj)
             raise
-        with self.quiet():
+        with self.paused():
             full = f"{label}{name}"
             if name == "__dict__":
                 self._read_all(obj, value)
@@ -192,7 +192,7 @@ class HostRecorder(HostValues):
         self._values.setdefault((id(obj), "__dict__"), Value(f"vars({label[:-1]})", present, present()))
 
     def _read_of_module(self, obj: nn.Module, name: str, fallback: Any) -> Any:
-        with self.quiet():
+        with self.paused():
             label = self._labels.get(id(obj))
             if label is None:
                 return fallback(obj, name)
@@ -212,10 +212,10 @@ class HostRecorder(HostValues):
         """Remember what was there before the first write; what is read afterwards is the call's own."""
         label = None if name in IGNORED or threading.get_ident() != self._thread else self._labels.get(id(obj))
         if not self._busy and self._outermost and label is not None:
-            with self.quiet():
+            with self.paused():
                 self._written.add((id(obj), name))
                 self._remember(obj, name, label)
-        with self.quiet():
+        with self.paused():
             yield
 
     def _remember(self, obj: Any, name: str, label: str) -> None:
@@ -248,7 +248,7 @@ class HostRecorder(HostValues):
             self._codes.add(code)
             if origin_of(code.co_filename) != "other":
                 return
-            with self.quiet():
+            with self.paused():
                 place, names = f"{Path(code.co_filename).name}:{code.co_firstlineno}", frame.f_globals
                 for name in code.co_names:
                     if name in names and (id(names), name) not in self._values:

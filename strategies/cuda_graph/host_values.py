@@ -272,7 +272,7 @@ class HostValues:
         return cls.__module__.startswith("_cython") or (file is not None and is_ours(file))
 
     @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         self._busy += 1
         try:
             yield

@@ -68,7 +68,7 @@ class Copies:
             else:
                 self.kept = [one.clone() for one in self.tensors]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """In place, and by ``data``: the contents are what they were, so that no version is counted."""
         with torch.no_grad():
             targets = [one.data for one in self.tensors]
@@ -215,7 +215,7 @@ class Repeating:
         random_state, numbers = self._random_state(), [one.clone() for one in scalars]
 
         def again() -> dict[tuple[str, str], Tensor]:
-            record.starts.put_back()
+            record.starts.restore()
             with torch.no_grad():  # a step may ask for gradients by its batch
                 if inputs:
                     torch._foreach_copy_(list(inputs), record.inputs)
@@ -246,7 +246,7 @@ class Repeating:
                 found = [min(one, others[one.kind, one.name], key=lambda each: each.share) for one in found]
             return found
         finally:
-            present.put_back()
+            present.restore()
             for one, value in zip(scalars, numbers, strict=True):
                 one.copy_(value)
             self._set_random_state(random_state)

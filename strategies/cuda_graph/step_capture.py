@@ -73,15 +73,19 @@ class StepCapture(StepHook):
             graphs.repeating = Repeating(loop.device, parity, unit, random=graphs.random)
         self._network = program.network
         if self._network is not None:
-            self._network.begin(program, graphs.parts, loop.unreadable, parity)
-            graphs.beside, graphs.shape_refused = self._network.within, self._network.use
+            self._network.begin(program, graphs.parts, loop.unreadable_types, parity)
+            graphs.beside, graphs.shape_rejected = self._network.within, self._network.enable
             if graphs.given_up:
-                self._network.take_over()
-        for reason in () if graphs.given_up else loop.why_not_capture():
+                self._network.enable_for_all_steps()
+        for reason in () if graphs.given_up else loop.capture_obstacles():
             self._stop(reason)
         if loop.world_size > 1:
-            graphs.agree, graphs.together, graphs.warmup_steps = loop.least, True, loop.capture_warmup_steps
-            if loop.anywhere(graphs.given_up) and not graphs.given_up:
+            graphs.min_over_ranks, graphs.several_ranks, graphs.warmup_steps = (
+                loop.min_over_ranks,
+                True,
+                loop.capture_warmup_steps,
+            )
+            if loop.any_rank(graphs.given_up) and not graphs.given_up:
                 self._stop("another process captures no steps")
         self._of: Any = None
         self._take_optimizer()
@@ -91,7 +95,7 @@ class StepCapture(StepHook):
         if self._graphs.given_up or self._of is (optimizer := self._loop.optimizers[0]):
             return
         if self._of is not None:
-            self._graphs.forget()
+            self._graphs.drop_graphs()
         self._release_optimizer()
         self._of = optimizer
         try:
@@ -105,7 +109,7 @@ class StepCapture(StepHook):
             self._leave_optimizer_out(str(error))
 
     @property
-    def settled(self) -> bool:
+    def done_capturing(self) -> bool:
         """Whether the last step was replayed, or none like it will be."""
         return self._program.capture_settled
 
@@ -192,9 +196,9 @@ class StepCapture(StepHook):
 
     def _give_up_after(self, error: NotRun, optimizer: GraphedStep | None) -> None:
         """What becomes of capturing once it has failed: without the optimizer it may do, unless it failed before."""
-        self._graphs.refuse(str(error))
+        self._graphs.reject(str(error))
         before = {"training_step", "forward_loss", "backward"} & {frame.f_code.co_name for frame in _frames(error)}
-        if self._loop.anywhere(optimizer is None or bool(before)):
+        if self._loop.any_rank(optimizer is None or bool(before)):
             self._stop(str(error))
         else:
             self._leave_optimizer_out(str(error))
@@ -206,7 +210,7 @@ class StepCapture(StepHook):
         for parameter, gradient in self._gradients.items() if graphs.unfit is None else ():
             if parameter.grad is not gradient:  # a validation sets them to None
                 parameter.grad = gradient
-        run = graphs.run if graphs.settled else collected_later()(graphs.run)
+        run = graphs.run if graphs.done_capturing else collected_later()(graphs.run)
         captures = graphs.captures
         outputs, logged = run(
             # A graph stays as it was captured: what loop and optimizer take by value is part of its key.
@@ -237,19 +241,19 @@ class StepCapture(StepHook):
         return outputs
 
     def _leave_optimizer_out(self, reason: str) -> None:
-        self._graphs.refuse(f"the optimizer runs after each graph: {reason}")
+        self._graphs.reject(f"the optimizer runs after each graph: {reason}")
         self._release_optimizer()
         if self._unreduced is not None:
             self._stop("under fsdp2 accumulated gradients are captured with the optimizer alone")
 
     def _stop(self, reason: str) -> None:
-        self._graphs.refuse(reason)
+        self._graphs.reject(reason)
         self._graphs.given_up = True
-        self._graphs.forget()
+        self._graphs.drop_graphs()
         if self._network is None or not self._network.networks:
             self._program.given_up["step"] = reason
         else:
-            self._network.take_over(reason)
+            self._network.enable_for_all_steps(reason)
 
     @contextlib.contextmanager
     def reaching(self, micro: MicroBatch) -> Iterator[None]:
@@ -293,7 +297,7 @@ class _Calls:
         of, module = self._of, self._of._module
         if problems := list(_hooks(module)):
             return self.run(batch), Observation(HostState(), problems)
-        recorder = HostRecorder(of._loop.device, of._loop.unreadable())
+        recorder = HostRecorder(of._loop.device, of._loop.unreadable_types())
         arguments: Any = self.micro.arguments
         watch = IndexWatch(self.micro.index) if BATCH_INDEX in arguments else None
         outputs: dict[str, Any] = {}
@@ -481,7 +485,7 @@ def _logging_unseen(module: nn.Module, recorder: HostRecorder) -> Iterator[None]
 
     def unseen(log: Callable[..., Any]) -> Callable[..., Any]:
         def logs(*arguments: Any, **named: Any) -> Any:
-            with recorder.quiet():
+            with recorder.paused():
                 return log(*arguments, **named)
 
         return logs

@@ -285,7 +285,7 @@ class Shape:
     """What no capture permits, in the last step that was watched for it."""
     observations: int = 0
     """Steps in vain, of those that were observed or watched."""
-    refused: bool = False
+    rejected: bool = False
     """Whether no capture will be tried."""
 
 
@@ -323,12 +323,12 @@ class StepGraphs:
         """Steps run without a graph so far."""
         self.given_up = False
         """Whether nothing is, or will be, captured."""
-        self.settled = True
+        self.done_capturing = True
         self.warmup_steps = 0
         """Steps that run without a graph before the first capture, whatever their shapes."""
-        self.agree: Callable[[int], int] = int
+        self.min_over_ranks: Callable[[int], int] = int
         """Returns the smallest of the processes' numbers; each of them calls it."""
-        self.together = False
+        self.several_ranks = False
         """Whether there are several."""
         self.parts = CompiledParts()
         self.repeating: Repeating | None = None
@@ -336,7 +336,7 @@ class StepGraphs:
         self.holds_copies: Callable[[bool], Any] = lambda holds: None
         """Told before copies for a comparison are made, and once they are gone: their memory is not the training's."""
         self.audits: list[Audit] = []
-        self.refusals: list[str] = []
+        self.rejections: list[str] = []
         """Why steps were not captured, each reason once."""
         self.notes: list[str] = []
         """Lines for the user, one for each refusal; a program's own where its steps are captured."""
@@ -346,7 +346,7 @@ class StepGraphs:
         self._record: tuple[Variant, RecordedStep] | None = None
         """A recorded step that waits for its graph."""
         self._dropped = 0
-        self.shape_refused: Callable[[], Any] = lambda: None
+        self.shape_rejected: Callable[[], Any] = lambda: None
         """Called when steps of one shape are not going to be captured."""
         self.beside: Callable[[bool], AbstractContextManager[Any]] = lambda for_good: contextlib.nullcontext()
         """Stands around a step that runs in Python, ``for_good`` or until it is captured."""
@@ -373,7 +373,7 @@ class StepGraphs:
             layouts = tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors)
             shape = self._shapes.get(key := (kind, pytree.tree_structure(batch), constants, layouts))
         except (CannotCapture, TypeError) as error:
-            self.refuse(f"the batch: {error}")
+            self.reject(f"the batch: {error}")
             self._agreed(Plan.EAGER)
             return self.eager(calls.run, batch)
         if shape is None:
@@ -392,11 +392,11 @@ class StepGraphs:
         plan = self._agreed(own, self.unfit)
         if plan is Plan.CAPTURE and not self._same_record():
             plan = Plan.RECORD
-        self.settled = plan is Plan.REPLAY or (plan is Plan.EAGER and shape.refused)
+        self.done_capturing = plan is Plan.REPLAY or (plan is Plan.EAGER and shape.rejected)
         if plan is Plan.OBSERVE and own is Plan.OBSERVE:
             return self._observed(shape, batch, tensors, calls)
         if plan < Plan.RECORD:
-            return self._without(shape, batch, calls)
+            return self._run_without_graph(shape, batch, calls)
         assert variant is not None
         if plan is Plan.RECORD:
             return self._recorded(shape, variant, batch, tensors, calls)
@@ -445,14 +445,14 @@ class StepGraphs:
         with self.beside(for_good):
             return self._engine.eager(as_capturing(not for_good)(lambda: step(batch)))
 
-    def _refuse_shape(self, shape: Shape, reason: str) -> None:
-        shape.refused = True
-        self.refuse(reason)
-        self.shape_refused()
+    def _reject_shape(self, shape: Shape, reason: str) -> None:
+        shape.rejected = True
+        self.reject(reason)
+        self.shape_rejected()
 
-    def refuse(self, reason: str) -> None:
-        if reason not in self.refusals:
-            self.refusals.append(reason)
+    def reject(self, reason: str) -> None:
+        if reason not in self.rejections:
+            self.rejections.append(reason)
             self.notes.append(f"cuda_graph: {reason}")
 
     def release(self) -> None:
@@ -461,7 +461,7 @@ class StepGraphs:
         for shape in self._shapes.values():
             shape.variants.clear()
 
-    def forget(self) -> None:
+    def drop_graphs(self) -> None:
         """Let go of all graphs, and of what is known of batches."""
         self.release()
         self._shapes = {}
@@ -473,7 +473,7 @@ class StepGraphs:
             "replayed_steps": self.replays,
             "eager_steps": self.eager_count,
             "state_changes": self.changes,
-            "refused": list(self.refusals),
+            "refused": list(self.rejections),
             **({} if self.repeating is None else {"parity": self._parity(self.repeating)}),
         }
 
@@ -501,11 +501,11 @@ class StepGraphs:
 
     def _planned(self, shape: Shape, variant: Variant | None) -> Plan:
         """What this process can do with a step of ``shape``, in the state of ``variant``."""
-        if shape.refused or self._left_out:
+        if shape.rejected or self._left_out:
             return Plan.EAGER
         waiting = self._waiting()
         if variant is not None and variant.replay is not None:
-            if waiting is not None and self.together:  # until all processes are at steps like those that they recorded
+            if waiting is not None and self.several_ranks:  # until all are at steps like those that they recorded
                 return Plan.CAPTURE if waiting is variant else Plan.EAGER
             if variant.trusted and not (self._wants_audit and self._is_due(variant)):
                 return Plan.REPLAY
@@ -518,7 +518,7 @@ class StepGraphs:
         if not shape.seen:
             return Plan.EAGER
         if sum(1 for _ in self._captured()) >= MAX_GRAPHS:
-            self._refuse_shape(shape, f"there are {MAX_GRAPHS} graphs already")
+            self._reject_shape(shape, f"there are {MAX_GRAPHS} graphs already")
             return Plan.EAGER
         if variant is None:
             if shape.variants:
@@ -559,7 +559,7 @@ class StepGraphs:
 
     def _agreed(self, plan: Plan, changes: StateChanges | None = None) -> Plan:
         """What all processes do with this step. Raises StateChanges where one of them is to give up."""
-        agreed = Plan(self.agree(plan if changes is None else Plan.GIVE_UP))
+        agreed = Plan(self.min_over_ranks(plan if changes is None else Plan.GIVE_UP))
         if agreed is Plan.GIVE_UP:
             raise changes or StateChanges("another process captures no steps any more")
         return agreed
@@ -567,16 +567,16 @@ class StepGraphs:
     def _same_record(self) -> bool:
         """Whether all processes have recorded the same step: their gradients meet in it."""
         number = 0 if self._record is None else self._record[1].number
-        return not self.together or self.agree(number) == -self.agree(-number)
+        return not self.several_ranks or self.min_over_ranks(number) == -self.min_over_ranks(-number)
 
     # ---- steps in Python -------------------------------------------------------------------------------------------
 
-    def _without(self, shape: Shape, batch: Any, calls: StepCalls) -> Any:
+    def _run_without_graph(self, shape: Shape, batch: Any, calls: StepCalls) -> Any:
         """Without a graph."""
         self.parts.begin()
         observed = bool(shape.variants) and all(one.replay is None for one in shape.variants)
-        if shape.refused or self._left_out or not (observed or shape.waits or calls.is_plain()):
-            results = self.eager(calls.run, batch, for_good=shape.refused)
+        if shape.rejected or self._left_out or not (observed or shape.waits or calls.is_plain()):
+            results = self.eager(calls.run, batch, for_good=shape.rejected)
             if not self._left_out:
                 shape.steady = self.parts.steady()
         else:
@@ -599,13 +599,13 @@ class StepGraphs:
         if problems:
             shape.observations += 1
             if shape.observations >= MAX_OBSERVATIONS:
-                self._refuse_shape(shape, "; ".join(list(dict.fromkeys(problems))[:3]))
+                self._reject_shape(shape, "; ".join(list(dict.fromkeys(problems))[:3]))
 
     def _observed(self, shape: Shape, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
         """Observed; and recorded at once where it runs what a captured one does."""
         record = None
         wanted = self._needs_proof() and self._dropped < MAX_RECORDS
-        if wanted and not self.together and self._record is None and calls.is_plain():
+        if wanted and not self.several_ranks and self._record is None and calls.is_plain():
             record = self._begin(tensors, None, calls)
         self.eager_count += 1
         results, observation = self._engine.eager(lambda: calls.observe(batch))
@@ -629,9 +629,9 @@ class StepGraphs:
         if record is not None:
             self._end(variant, record, results, calls)
         as_captured = shape.steady and not shape.waits
-        if not self.agree(self._record is not None and as_captured):
+        if not self.min_over_ranks(self._record is not None and as_captured):
             self._drop()
-            self._dropped += bool(self.agree(as_captured))
+            self._dropped += bool(self.min_over_ranks(as_captured))
         return results
 
     def _begin(self, tensors: list[Tensor], variant: Variant | None, calls: StepCalls) -> RecordedStep | None:
@@ -695,9 +695,9 @@ class StepGraphs:
                 error = failed
             else:
                 after = calls.after_capture()
-        if not self.agree(error is None):
+        if not self.min_over_ranks(error is None):
             self.release()  # the graphs of all, see ``CudaEngine.capture``
-            shape.refused = True
+            shape.rejected = True
             reason = "another process could not capture it" if error is None else why_not_captured(error)
             raise CaptureFailed(f"{shape.name}: {reason}") from error
         if made is not None:
@@ -731,7 +731,7 @@ class StepGraphs:
         if record is not None and steady:
             done = self.repeating.end(record, self._state(variant, calls), calls.left(results), later=False)
         variant.audits += 1
-        if self.agree(record is not None and done is not None):
+        if self.min_over_ranks(record is not None and done is not None):
             assert record is not None
             self._repeats(shape, variant, record, calls, fresh=False)
         elif not steady:  # once more
@@ -758,7 +758,7 @@ class StepGraphs:
         began = time.perf_counter()
         found = self.repeating.repeat(record, variant.replay, variant.inputs, calls.scalars(), left)
         wrong = beyond(found)
-        passed = bool(self.agree(not wrong))
+        passed = bool(self.min_over_ranks(not wrong))
         seconds = time.perf_counter() - began
         self.audits.append(Audit(name=shape.name, differences=found, first=fresh, passed=passed, seconds=seconds))
         if passed:

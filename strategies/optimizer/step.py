@@ -362,7 +362,7 @@ class GenericUpdate(Update):
         except Exception as raised:
             error = raised
         seen = self._kept(trained)
-        self._put_back(before)
+        self._restore(before)
         self.own_step()
         if error is not None:
             return Outcome(error=error)
@@ -390,7 +390,7 @@ class GenericUpdate(Update):
             for one in parameters
         ]
 
-    def _put_back(self, before: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def _restore(self, before: list[tuple[Tensor, dict[str, Any]]]) -> None:
         for parameter, (weight, entry) in zip(self._trained(), before, strict=True):
             parameter.detach().copy_(weight)
             if parameter not in self.optimizer.state:

@@ -119,7 +119,7 @@ def exactly(before: Lists, call: Call, reader: Reader) -> Lists:
 
 
 def _stepped(before: Lists, kept: list[int], call: Call, reader: Reader, rounding: float) -> list[list[Any]]:
-    lists: list[list[Any]] = [[doubled(each[index]) for index in kept] if each else [] for each in before]
+    lists: list[list[Any]] = [[in_float64(each[index]) for index in kept] if each else [] for each in before]
     if reader.steps is not None:
         lists[reader.steps] = [one.cpu() for one in lists[reader.steps]]
     options = {
@@ -132,5 +132,5 @@ def _stepped(before: Lists, kept: list[int], call: Call, reader: Reader, roundin
     return lists
 
 
-def doubled(tensor: Tensor | None) -> Tensor | None:
+def in_float64(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().double().clone()

@@ -96,8 +96,8 @@ def test_lines_are_read_with_their_code_and_shown_from_where_the_reader_is(
     line = source_lines.line(str(file), 2, "torch_dynamo_resume_in_forward_at_1")
     assert (line.function, line.code) == ("forward", "second")
     monkeypatch.chdir(tmp_path)
-    assert source_lines.shown(str(file)) == "net.py"
-    assert source_lines.shown(str(SITE / "transformers" / "gpt2.py")) == "transformers/gpt2.py"
+    assert source_lines.display_path(str(file)) == "net.py"
+    assert source_lines.display_path(str(SITE / "transformers" / "gpt2.py")) == "transformers/gpt2.py"
     assert source_lines.line(str(tmp_path / "gone.py"), 1).code is None
 
 
@@ -121,8 +121,6 @@ def test_a_library_is_known_by_where_it_is_installed(
 ) -> None:
     monkeypatch.setattr(Path, "cwd", lambda: Path("/demos/mine"))
     monkeypatch.setattr(torch, "__path__", ["/src/pytorch/torch"])
-    assert (source_lines.is_machinery(file), source_lines.installed(file) is not None) == (
-        whose == "torch's",
-        whose != "mine",
-    )
-    assert source_lines.shown(file) == shown
+    assert source_lines.is_machinery(file) == (whose == "torch's")
+    assert (source_lines.installed(file) is not None) == (whose != "mine")
+    assert source_lines.display_path(file) == shown

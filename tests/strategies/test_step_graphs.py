@@ -174,7 +174,7 @@ def test_graphs_are_let_go_while_the_error_that_ends_them_is_handled() -> None:
         multiplied(graphs, 4, host)
     assert error.traceback, "of frames that know the shape"
     assert [replay() is None for replay in replays] == [False]
-    graphs.forget()
+    graphs.drop_graphs()
     gc.collect()
     assert [replay() is None for replay in replays] == [True], "the step runs eager next, and needs the memory"
 
@@ -185,7 +185,7 @@ def test_what_nothing_could_compare_is_observed_again_before_it_is_refused(engin
     for _ in range(8):
         multiplied(graphs, 4, host)
     assert (graphs.captures, host.observations) == (0, MAX_OBSERVATIONS)
-    assert graphs.refusals == ["calls time.time"]
+    assert graphs.rejections == ["calls time.time"]
 
 
 def test_few_graphs_are_kept_of_a_shape_whose_state_changes_now_and_then(engine: Failing) -> None:
@@ -234,7 +234,7 @@ def together(
     found: list[tuple[StepGraphs, list[str]]] = []
     for engine in engines:
         found.append((StepGraphs(engine), []))
-        found[-1][0].together = True
+        found[-1][0].several_ranks = True
         if mode != "off":
             compared(found[-1][0], mode)
 
@@ -247,7 +247,7 @@ def together(
 
     def process(rank: int) -> None:
         graphs, errors = found[rank]
-        graphs.agree = partial(agree, rank)
+        graphs.min_over_ranks = partial(agree, rank)
         weight = torch.zeros(())
         for number in rows[rank]:
             try:
@@ -297,7 +297,7 @@ def test_what_one_process_cannot_observe_runs_without_a_graph_in_all() -> None:
     hosts[1].problems = ["calls time.time"]
     found = together([[4] * 6, [4] * 6], hosts, [Counted(), Counted()])
     assert [(graphs.captures, graphs.eager_count, errors) for graphs, errors in found] == [(0, 6, [])] * 2
-    assert found[1][0].refusals == ["calls time.time"]
+    assert found[1][0].rejections == ["calls time.time"]
 
 
 def test_one_process_that_gives_up_ends_the_captures_of_all() -> None:
@@ -397,7 +397,7 @@ def test_an_audit_finds_what_goes_wrong_later_and_keeps_its_own_step() -> None:
         graphs.audit_next()
         multiplied(graphs, 4, host, weight=weight)
         assert (float(weight), host.calls) == (before + 16.0, calls + 1)
-        assert not graphs.settled
+        assert not graphs.done_capturing
     with pytest.raises(StateChanges, match="is not the step without it"):
         multiplied(graphs, 4, host, weight=weight)
 
@@ -466,7 +466,7 @@ def test_what_no_capture_permits_is_seen_before_one_is_tried(engine: Failing) ->
     for _ in range(8):
         graphs.run("step", torch.ones(4), Reads(host), name="step")
     assert (graphs.captures, host.calls) == (0, 8), "nothing was called in vain"
-    assert graphs.refusals == ["operation not permitted when stream is capturing"]
+    assert graphs.rejections == ["operation not permitted when stream is capturing"]
 
 
 def test_what_a_check_within_a_step_waits_for_is_none_of_the_steps(engine: Failing) -> None:
@@ -489,7 +489,7 @@ def test_what_a_check_within_a_step_waits_for_is_none_of_the_steps(engine: Faili
     for step in range(12):
         parts.now = step < 5
         graphs.run("step", torch.ones(4), Reads(host), name="step")
-    assert graphs.refusals == []
+    assert graphs.rejections == []
     assert graphs.captures == 1
 
 

@@ -13,7 +13,7 @@ from strategies import STRATEGIES
 from tests.trainer.runs import train
 from trainer.console import print_rows, summary
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.serialization import flat, headlines, shown
+from trainer.telemetry.serialization import flat, headlines, with_unit
 
 FULL = "[regional,optimizer,buckets,cached]"
 FIRST = {name: kind.headlines for name, kind in STRATEGIES.items()}
@@ -36,7 +36,7 @@ FIRST = {name: kind.headlines for name, kind in STRATEGIES.items()}
     ],
 )
 def test_a_value_has_the_unit_of_its_name(fact: str, value: Any, expected: str) -> None:
-    assert shown(fact, value) == expected
+    assert with_unit(fact, value) == expected
 
 
 def test_a_fact_that_does_not_exist_is_not_shown_and_a_zero_is() -> None:

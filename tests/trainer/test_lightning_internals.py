@@ -58,7 +58,7 @@ def test_a_training_under_an_untried_lightning_goes_on_and_names_what_is_left_ou
     assert callback.record.audits is not None
     assert callback.record.audits.verdict == "clean"
     loop = LightningLoop(L.Trainer(logger=False, accelerator="cpu", default_root_dir=tmp_path))
-    assert reason in next(iter(loop.why_not_capture()))
+    assert reason in next(iter(loop.capture_obstacles()))
 
 
 def test_the_pin_is_the_one_that_messages_name() -> None:

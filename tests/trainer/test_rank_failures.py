@@ -299,7 +299,7 @@ def with_one_started(code: str, folder: Path, *, stands_still: bool) -> None:
     """As the first process of a run, which has started another one that runs ``code``."""
     process.others[:] = [subprocess.Popen([sys.executable, "-c", code])]
     rank_failures.GRACE_SECONDS = 0.5
-    started = rank_failures.Started(folder, lambda: None)
+    started = rank_failures.StartedProcesses(folder, lambda: None)
     if stands_still:
         time.sleep(120)  # as in a collective
     with pytest.raises(rank_failures.RankFailed, match=RANK_1 + "ended with exit code 3"):

@@ -16,7 +16,7 @@ from strategies.cached.cache_session import facts_of, fingerprint_of
 from strategies.compile_options import cache_directories
 from strategies.loop_protocol import Loop
 from tasks.base import cache_folder
-from trainer.auto.rule import CACHED_SECONDS, EAGER, SETUP_SECONDS, Knowledge
+from trainer.auto.rule import CACHED_SECONDS, EAGER, SETUP_SECONDS, Timings
 from trainer.telemetry.serialization import finite, written_whole
 
 FORMAT = 6
@@ -25,7 +25,7 @@ NO_TIME = frozenset({"learning_rate", "lr", "initial_lr", "max_epochs", "max_ste
 """Names of what changes how much is learned, and no step's time: another run of the same program may choose by it."""
 
 
-def memory_of(program: Program, loop: Loop, batch: Any, *, leave_out: str) -> Path:
+def timings_file(program: Program, loop: Loop, batch: Any, *, leave_out: str) -> Path:
     """The file of the program that trains on batches like ``batch`` in ``loop``, in the user's cache directory; the
     strategy named ``leave_out`` chooses."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -54,7 +54,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if isinstance(value, (bool, int, float, str))}
 
 
-def recall(known: Knowledge, file: Path) -> str | None:
+def load_timings(timings: Timings, file: Path) -> str | None:
     """Fill in what earlier runs measured; returns when the newest of this program did, None where none has."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
@@ -62,25 +62,25 @@ def recall(known: Knowledge, file: Path) -> str | None:
             return None
         here = cache_directories()["TORCHINDUCTOR_CACHE_DIR"]
         warm = kept["cache_directory"] == str(here) and here.is_dir() and any(here.iterdir())
-        for arm in known.arms.values():
+        for arm in timings.arms.values():
             if (values := kept["arms"].get(arm.name)) is None:
                 continue
             arm.step_seconds, setup, arm.failed = values["step_seconds"], values["setup_seconds"], values["failed"]
             if setup is not None and arm.module != EAGER:  # that run may have compiled what is there now, or found it
                 bound = CACHED_SECONDS[arm.module] if warm else SETUP_SECONDS[arm.module]
                 setup = min(setup, bound) if warm else max(setup, bound)
-                known.cached |= {arm.module} if warm else set()
+                timings.cached |= {arm.module} if warm else set()
             arm.setup_seconds = setup
         return str(kept["written"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # none yet, or damaged: measured anew and written over
 
 
-def keep(known: Knowledge, file: Path) -> str | None:
+def save_timings(timings: Timings, file: Path) -> str | None:
     """Write what this run knows; returns why it could not, None when it could."""
-    captures = SETUP_SECONDS["cuda_graph"] * (len(known.shapes) - 1 + known.new_shapes(10**6))
+    captures = SETUP_SECONDS["cuda_graph"] * (len(timings.shapes) - 1 + timings.new_shapes(10**6))
     arms = {}
-    for arm in known.arms.values():
+    for arm in timings.arms.values():
         if arm.step_seconds is not None or arm.failed is not None:
             setup = arm.setup_seconds
             if arm.captured and setup is not None:  # the next run captures every shape, also those since the trial

@@ -149,7 +149,7 @@ def _error(seconds: Sequence[float]) -> float:
 
 
 @dataclass(slots=True, kw_only=True)
-class Knowledge:
+class Timings:
     """All arms of a run."""
 
     arms: dict[tuple[str, bool], Arm]

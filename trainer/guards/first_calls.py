@@ -43,7 +43,7 @@ class FirstCalls(StepHook):
         if not stepped:
             return
         self._steps += 1
-        if self._steps == 1 and self._loop.anywhere(self._left_out()):
+        if self._steps == 1 and self._loop.any_rank(self._left_out()):
             self._called = CalledModules(self._program)
         elif self._called is not None:
             self._take(self._called)

@@ -23,14 +23,14 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from strategies import Program, Ragged, Stage, Strategy
-from strategies.base import apply, begin, compiler_settings, end, give_up_others, label, ordered
+from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, ordered
 from strategies.compiler_warmup import Preparation
 from strategies.loop_protocol import Loop, StepHook
 from strategies.regions import uncompile
 from strategies.tolerance import rounding_unit
 from trainer.advice import in_python, speaking_python
 from trainer.guards import Guarding
-from trainer.loops.training_info import NOT_STARTED, Logs
+from trainer.loops.training_info import NOT_STARTED, TrainingInfo
 from trainer.session import Session
 from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import RunRecord
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trainer.auto.chooser import Chooser
     from trainer.guards.checks import Checks
     from trainer.guards.recompiles import RecompileGuard
-    from trainer.run_end import OwnRun
+    from trainer.run_end import ScriptRun
 
 
 class CompiledTraining:
@@ -85,11 +85,11 @@ class CompiledTraining:
         self._given = self.strategies, self._choosing
         needed = any(strategy.needs_inductor for strategy in self.strategies)
         self._preparation = Preparation() if needed else None
-        self._own: OwnRun | None = None
+        self._script_run: ScriptRun | None = None
         if record is None:
-            from trainer.run_end import OwnRun  # which needs what prints and judges a run
+            from trainer.run_end import ScriptRun  # which needs what prints and judges a run
 
-            self._own = OwnRun(self.strategies, save=save, verbose=verbose)
+            self._script_run = ScriptRun(self.strategies, save=save, verbose=verbose)
         self.record = record or RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
         self.program: Program | None = None
         self._declared: dict[str, Any] = {
@@ -111,7 +111,7 @@ class CompiledTraining:
         self._capture: StepCapture | None = None
         self._chooser: Chooser | None = None
         self._recompiles: RecompileGuard | None = None
-        self._give_back: Callable[[], None] = lambda: None
+        self._unwrap_step: Callable[[], None] = lambda: None
         """Gives the loop its own steps back."""
         self._set_aside: dict[int, tuple[list[Region], dict[Any, Kind]]] = {}
         """What strategies have compiled that a chooser tried, by their identity."""
@@ -122,7 +122,7 @@ class CompiledTraining:
     @property
     def _in_script(self) -> bool:
         """Whether options are those of Python, not of our command line."""
-        return self._own is not None or self.record.script is not None
+        return self._script_run is not None or self.record.script is not None
 
     def _words(self, text: str) -> str:
         """``text`` with options as the user writes them."""
@@ -153,9 +153,9 @@ class CompiledTraining:
             if self.program is not None and self.program.module is module:
                 uncompile(self.program)
             self.strategies, self._choosing = self._given  # auto has chosen for other blocks
-        if trains and self._own is not None:
+        if trains and self._script_run is not None:
             self.record = RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
-            self._own.prepare(print_line, lambda: self.telemetry)
+            self._script_run.prepare(print_line, lambda: self.telemetry)
         if new or self.program is None:
             if self._preparation is not None:
                 self._preparation.wait_for_imports()
@@ -185,7 +185,7 @@ class CompiledTraining:
             self.telemetry.compiler.start()
         return self.program
 
-    def begin(self, loop: Loop, logs: Logs | None = None) -> None:
+    def begin(self, loop: Loop, logs: TrainingInfo | None = None) -> None:
         """Model, optimizer and restored state are in place: begin to measure what trains in ``loop``. Raises ValueError
         where the strategies cannot train there."""
         assert self.program is not None
@@ -201,8 +201,8 @@ class CompiledTraining:
         self.program.loop = self._loop = loop
         with speaking_python(self._in_script):
             begin(self.strategies, self.program)
-        if self._own is not None:
-            self._own.begin(self.record, self.program.module, loop, logs)
+        if self._script_run is not None:
+            self._script_run.begin(self.record, self.program.module, loop, logs)
         self._log_notes(self.program)
         self._pages = TensorBoardPages(loop)
         self._pages.begin(self.record)
@@ -215,7 +215,7 @@ class CompiledTraining:
             self._chooser = make(self._choosing, loop, self.program, self.telemetry, self.switch)
         self._session = Session(self.program, self._hooks(loop, self.program))
         if self.strategies and not loop.manual:
-            self._give_back = loop.take_over(self._session.run)
+            self._unwrap_step = loop.wrap_step(self._session.run)
 
     def _hooks(self, loop: Loop, program: Program) -> list[StepHook]:
         """What stands around a step, the outermost first; nothing where there is nothing to guard."""
@@ -288,7 +288,7 @@ class CompiledTraining:
         if self._guarding.on_slower == "eager" and not program.captures:
             for kind in program.kinds.values():
                 kind.fail(f"{line}; on_slower=eager")
-            give_up_others(program, f"{line}; on_slower=eager")
+            disable_other_strategies(program, f"{line}; on_slower=eager")
             program.report["slowdown"]["rolled_back"] = [one.path for one in program.regions]
         elif self._guarding.on_slower == "eager":
             line += "; on_slower=eager leaves captured steps as they are"
@@ -309,7 +309,7 @@ class CompiledTraining:
         """``batch`` is through; ``loss`` is one detached number in any shape, divided by the micro-batches of a step;
         anything else is not recorded."""
         assert self._session is not None
-        if self._capture is not None and not self._capture.settled:
+        if self._capture is not None and not self._capture.done_capturing:
             self.telemetry.disturb()
         number = isinstance(loss, torch.Tensor) and loss.numel() == 1
         stepped = self.telemetry.batch_end(loss.reshape(()) if number else None, batch)
@@ -372,8 +372,8 @@ class CompiledTraining:
 
     def fail(self, error: BaseException) -> None:
         """Keep what was measured of a run that ends early; a broken device must not hide the first error."""
-        if self._own is not None:
-            self._own.failed(self.record, error)
+        if self._script_run is not None:
+            self._script_run.failed(self.record, error)
         fill = functools.partial(self.telemetry.fill, self.record, self.program)  # as far as a broken device was read
         for read in (self.finish, self.finish, fill):
             # Twice: where a signal to the group has killed data workers, torch's signal handler raises for each one,
@@ -387,8 +387,8 @@ class CompiledTraining:
     def close(self) -> None:
         """Let the strategies undo what must not outlive the run; restore the process-wide compiler settings."""
         with self._settings:
-            self._give_back()
-            self._give_back = lambda: None
+            self._unwrap_step()
+            self._unwrap_step = lambda: None
             if self.program is not None and self._open:
                 self._open = False
                 try:
@@ -398,8 +398,8 @@ class CompiledTraining:
         # Another training has its own.
         self._session = self._loop = self._checks = self._capture = self._recompiles = None
         self.telemetry.compiler.stop()
-        if self._own is not None:
-            self._own.end(self.record, self.close_pages)
+        if self._script_run is not None:
+            self._script_run.end(self.record, self.close_pages)
 
     def close_pages(self, summary: dict[str, str]) -> None:
         """Write the last TensorBoard pages once the record is complete."""

@@ -41,7 +41,7 @@ def host_group(thread: str = "main") -> dist.ProcessGroup:
     return _made[thread][1]
 
 
-def largest(value: int, world_size: int) -> int:
+def max_over_ranks(value: int, world_size: int) -> int:
     """The largest ``value`` of all ``world_size`` processes that train together, once each has called this."""
     if world_size == 1:
         return int(value)
@@ -135,7 +135,7 @@ def epoch_ends(trainer: L.Trainer) -> EpochEnds | None:
 
     def least_and_most(number: float | None) -> tuple[float, float]:
         whole = UNKNOWN if number in (None, math.inf) else int(number)
-        return -largest(-whole, trainer.world_size), largest(whole, trainer.world_size)
+        return -max_over_ranks(-whole, trainer.world_size), max_over_ranks(whole, trainer.world_size)
 
     if trainer.world_size == 1:
         return None
@@ -150,23 +150,23 @@ DDP_WARMUP_STEPS = 11
 """Steps with a reduction after which DDP neither rebuilds its buckets nor times itself, as torch's notes have it."""
 
 
-class Agreeing:
+class RankReductions:
     """What all loops do alike; see ``Loop`` for what the members mean."""
 
     world_size: int
     step_function: Callable[..., Any] | None = None
 
-    def anywhere(self, flag: bool) -> bool:
-        return bool(largest(flag, self.world_size))
+    def any_rank(self, flag: bool) -> bool:
+        return bool(max_over_ranks(flag, self.world_size))
 
-    def everywhere(self, flag: bool) -> bool:
-        return not self.anywhere(not flag)
+    def all_ranks(self, flag: bool) -> bool:
+        return not self.any_rank(not flag)
 
-    def least(self, value: int) -> int:
-        return -largest(-value, self.world_size)
+    def min_over_ranks(self, value: int) -> int:
+        return -max_over_ranks(-value, self.world_size)
 
 
-class Processes(Agreeing):
+class DistributedLoop(RankReductions):
     """The part of ``Loop`` that concerns several processes; see there for what the members mean."""
 
     _trainer: L.Trainer
@@ -178,7 +178,7 @@ class Processes(Agreeing):
         strategy = self._trainer.strategy
         return cast(Tensor, strategy.reduce(tensor.to(strategy.root_device), reduce_op=how))
 
-    def why_not_capture_together(self) -> str | None:
+    def collectives_obstacle(self) -> str | None:
         strategy = self._trainer.strategy
         if isinstance(strategy, kinds(SingleDeviceStrategy, ModelParallelStrategy)):
             return None
@@ -196,7 +196,7 @@ class Processes(Agreeing):
         return DDP_WARMUP_STEPS if isinstance(self._trainer.strategy, kinds(DDPStrategy)) else 0
 
 
-class OneProcess(Agreeing):
+class SingleProcessLoop(RankReductions):
     """Nobody has to be asked; see ``Loop`` for what the members mean."""
 
     cuda_graphs = False
@@ -212,7 +212,7 @@ class OneProcess(Agreeing):
     def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
         return tensor
 
-    def why_not_capture_together(self) -> str | None:
+    def collectives_obstacle(self) -> str | None:
         return None
 
     def constants(self) -> Hashable:
@@ -234,7 +234,7 @@ class OneProcess(Agreeing):
                 after()
             yield batch
 
-    def unreadable(self) -> Mapping[type, str]:
+    def unreadable_types(self) -> Mapping[type, str]:
         return {}
 
     def recording_logs(self) -> contextlib.AbstractContextManager[list[tuple[LogCall, Any]]]:

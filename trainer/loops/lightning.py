@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
 from strategies.loop_protocol import LogCall, RunMicroBatch
-from trainer.loops.distributed import Processes
+from trainer.loops.distributed import DistributedLoop
 from trainer.loops.lightning_internals import (
     LightningMicroBatch,
     hooks_within_step,
@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 _LOG_PARAMETERS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
 
 
-class LightningLoop(Processes):
+class LightningLoop(DistributedLoop):
     """The training loop of one ``Trainer.fit``; see ``Loop`` for what the members mean."""
 
     def __init__(self, trainer: L.Trainer, *, cuda_graphs: bool = False) -> None:
@@ -107,7 +107,7 @@ class LightningLoop(Processes):
 
     # ---- standing around the loop's own steps ----------------------------------------------------------------------
 
-    def why_not_capture(self) -> Iterator[str]:
+    def capture_obstacles(self) -> Iterator[str]:
         module = self.module
         if (reason := untried(self._trainer)) is not None:
             yield reason
@@ -122,14 +122,14 @@ class LightningLoop(Processes):
         if self._trainer._detect_anomaly:
             yield "detect_anomaly reads every gradient on the host"
 
-    def unreadable(self) -> dict[type, str]:
+    def unreadable_types(self) -> dict[type, str]:
         return dict.fromkeys(kinds(Logger), "which a replay would not call: use self.log")
 
     def constants(self) -> Hashable:
         trainer = self._trainer
         return trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
 
-    def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
+    def wrap_step(self, run: RunMicroBatch) -> Callable[[], None]:
         automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
         original = automatic.run
 

@@ -20,7 +20,7 @@ from trainer.loops.distributed import host_group
 ROOT = Path(__file__).parents[2]
 
 
-def name_of(rank: int, pid: int | None = None) -> str:
+def describe_process(rank: int, pid: int | None = None) -> str:
     """A process in words: its rank, its host and its number there."""
     return f"{rank} ({socket.gethostname()}, pid {pid or os.getpid()})"
 
@@ -28,7 +28,7 @@ def name_of(rank: int, pid: int | None = None) -> str:
 def compare_facts(rank: int, facts: Mapping[str, str]) -> None:
     """All processes call it. Raises ValueError, in all alike, where ``facts`` (by name) differ between them."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (name_of(rank), dict(facts)), group=host_group())
+    dist.all_gather_object(gathered, (describe_process(rank), dict(facts)), group=host_group())
     of_first, first = gathered[0]
     for name, theirs in gathered:
         for what in {**first, **theirs}:

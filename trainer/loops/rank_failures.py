@@ -4,7 +4,7 @@ Nothing here ends a process that its launcher, its process group or its own erro
 Lightning's launcher stop the others of a process that has died; a collective fails by its group's timeout, or as soon
 as a connection breaks. A process that fails leaves its error in the group's store, where one that finds a broken
 connection reads what is behind it. The processes that the command line has started itself are looked after by
-``Started``. And where NCCL's own watchdog is off, because graphs are captured, ``Deadline`` takes its place.
+``StartedProcesses``. And where NCCL's own watchdog is off, because graphs are captured, ``Deadline`` takes its place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.compile_errors import one_line
-from trainer.loops.rank_consistency import name_of
+from trainer.loops.rank_consistency import describe_process
 from trainer.process import others
 from trainer.telemetry.record import RunRecord
 
@@ -94,7 +94,7 @@ class Failures:
         if broken:
             return error
         signum = signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signum", None)
-        line = f"rank {name_of(self._rank)}: {one_line(error)}"[:MAX_LINE]
+        line = f"rank {describe_process(self._rank)}: {one_line(error)}"[:MAX_LINE]
         with contextlib.suppress(Exception):  # whoever serves the store is gone
             own = json.dumps(dataclasses.asdict(Failure(self._rank, line, signum)))
             self._store.compare_set(self._key, "", own)
@@ -129,11 +129,11 @@ def dead_child() -> Failure | None:
     for rank, process in enumerate(others, start=1):
         if code := process.poll():
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return Failure(rank, f"rank {name_of(rank, process.pid)}: {how}")
+            return Failure(rank, f"rank {describe_process(rank, process.pid)}: {how}")
     return None
 
 
-class Started:
+class StartedProcesses:
     """Looks after the processes that this one has started: where one dies, this one ends with it, and the record in
     ``folder`` says so. They end with this one, see ``trainer.process.end_with_first``. ``left`` is what one of them has
     said of its failure."""
@@ -250,4 +250,4 @@ class Deadline:
             f"thread {names.get(thread, thread)}:\n{''.join(traceback.format_stack(frame))}"
             for thread, frame in frames.items()
         ]
-        return f"rank {name_of(self._rank)}, step {self._step}\n{''.join(stacks)}"
+        return f"rank {describe_process(self._rank)}, step {self._step}\n{''.join(stacks)}"

@@ -11,7 +11,7 @@ NOT_STARTED = "not started"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logs:
+class TrainingInfo:
     """What a framework's binding knows of a training beside its ``Loop``."""
 
     folder: Path | None

@@ -44,7 +44,7 @@ LIBRARIES = ("lightning", "accelerate", "transformers")
 """Packages that peers are named after, torch itself for the others; records hold their versions."""
 
 
-class Peering(Job):
+class PeerJob(Job):
     """The parts of one peer's training."""
 
     def go(self, stop: StopRequest) -> None:
@@ -54,12 +54,12 @@ class Peering(Job):
         """
         config, record, mode = self._config, self._record, self._config.run
         assert isinstance(mode, Peer)
-        mark(record, mode, config)
+        record_peer(record, mode, config)
         record.device, record.precision = device_name(device_of(config.trainer)), resolve_precision(config.trainer)
         announce(self._console, record, self._run_dir)
         self._compile = compile_callback(config, record)
         telemetry = self._compile.telemetry  # of a peer, nothing else of it is used
-        with together(config):
+        with process_group(config):
             L.seed_everything(config.seed, verbose=False)
             data = config.task.build_data(seed=config.seed)
             module = config.task.build_module(max_steps=config.trainer.max_steps)
@@ -87,7 +87,7 @@ class Peering(Job):
             raise RuntimeError(f"{record.label} compiled no graph{reason}")
 
 
-def mark(record: RunRecord, mode: Peer, config: Config) -> None:
+def record_peer(record: RunRecord, mode: Peer, config: Config) -> None:
     """Write into ``record`` which peer runs, of which version. Raises ValueError for one that cannot run here."""
     library = next((name for name in LIBRARIES if mode.peer.startswith(name)), "torch")
     if any(util.find_spec(name) is None for name in (library, *("accelerate",) * (library == "transformers"))):
@@ -109,7 +109,7 @@ def mark(record: RunRecord, mode: Peer, config: Config) -> None:
 
 
 @contextlib.contextmanager
-def together(config: Config) -> Iterator[None]:
+def process_group(config: Config) -> Iterator[None]:
     """Inside, the processes that torchrun has started are one group."""
     if config.trainer.devices in (None, 1):
         yield
@@ -154,7 +154,7 @@ def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured
     trained = PeerLoop(work, *optimizer_and_schedule(module))
     trained.wrapped = wrapped
     if captured:
-        trained.take_over(captured_steps(trained))
+        trained.wrap_step(captured_steps(trained))
     trained.train_on(work.loader())
     if captured and not trained.replays:
         raise RuntimeError("run.peer=loop_captured replayed no step: it captures the one after the first three")

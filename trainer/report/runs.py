@@ -189,7 +189,7 @@ def _runs_in(file: Path) -> list[Run]:
         return [Run(file.parent, RunRecord.load(file))]
     lines = file.read_text(encoding="utf-8").splitlines()
     places = [Path(f"{file.name}:{number}") for number in range(1, len(lines) + 1)]
-    return [Run(place, RunRecord.of(line, place)) for place, line in zip(places, lines, strict=True)]
+    return [Run(place, RunRecord.from_json(line, place)) for place, line in zip(places, lines, strict=True)]
 
 
 def group(runs: Sequence[Run]) -> list[Cell]:

@@ -13,7 +13,7 @@ from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison
 
 
-class Teller(Protocol):
+class ProgressOutput(Protocol):
     """Where the words of a comparison go."""
 
     def note(self, text: str) -> None:
@@ -33,10 +33,10 @@ class Teller(Protocol):
         ...
 
 
-def teller(*, quiet: bool) -> Teller:
+def progress_output(*, quiet: bool) -> ProgressOutput:
     """For a notebook where a kernel runs this code, unless nothing is to be said."""
     shell = kernel_shell()
-    return InTerminal(quiet=quiet) if quiet or shell is None else InNotebook()
+    return TerminalOutput(quiet=quiet) if quiet or shell is None else NotebookOutput()
 
 
 def kernel_shell() -> Any:
@@ -46,7 +46,7 @@ def kernel_shell() -> Any:
     return None if getattr(shell, "kernel", None) is None else shell
 
 
-class InTerminal:
+class TerminalOutput:
     """Lines, a spinner between them, at the end the table."""
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -64,7 +64,7 @@ class InTerminal:
         tables.show([found], self._console)
 
 
-class InNotebook:
+class NotebookOutput:
     """One output of the cell, whose last line changes; notes stay above it. The table is what the answer shows itself.
 
     Rich would add an output for each line, and a warning for each spinner where ipywidgets is missing.

@@ -96,7 +96,7 @@ def claim(record: RunRecord, folder: Path, resume: str | None) -> bytes | None:
     return None
 
 
-def put_back(before: bytes | None, folder: Path) -> None:
+def restore_file(before: bytes | None, folder: Path) -> None:
     """After a refusal: the record that ``claim`` has replaced, or none, so that the folder can be used again."""
     file = folder / FILE_NAME
     if before is None:

@@ -88,7 +88,7 @@ def process_age_seconds() -> float | None:
         return None
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Until the device is through with what it was given; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -96,11 +96,11 @@ def wait(device: torch.device) -> None:
 
 def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
     """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
-    wait(device)
+    synchronize(device)
     began = now()
     for _ in range(times):
         work()
-    wait(device)
+    synchronize(device)
     return (now() - began) / times
 
 

@@ -404,7 +404,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
         planned = len(self.report.get("buckets", {}).get("batch_sizes", ()))
         return sum(event.is_expected(first_steps=max(planned, 1)) for event in self.events)
 
-    def take(self, *facts: Any) -> None:
+    def copy_fields(self, *facts: Any) -> None:
         """Copy every field of dataclasses whose fields are fields of the record as well."""
         for each in facts:
             for one in dataclasses.fields(each):
@@ -426,12 +426,12 @@ class RunRecord(CompilerFigures, Rates, Peak):
         """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
         file = path / FILE_NAME if path.is_dir() else path
         try:
-            return cls.of(file.read_bytes(), file)
+            return cls.from_json(file.read_bytes(), file)
         except OSError as error:
             raise ValueError(f"{file}: {error.strerror}") from error
 
     @classmethod
-    def of(cls, text: str | bytes, file: Path) -> RunRecord:
+    def from_json(cls, text: str | bytes, file: Path) -> RunRecord:
         """A record from the JSON that ``file`` holds of it, without control characters.
 
         Raises ValueError, naming the file and the first value that does not fit, when it is not one of ours.

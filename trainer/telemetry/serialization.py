@@ -132,7 +132,7 @@ def headlines(report: Mapping[str, Mapping[str, Any]], first: Mapping[str, Seque
     for name, facts in report.items():
         every = dict(flat(facts))
         chosen = [fact for fact in first.get(name, ()) if fact in every]
-        parts = [f"{words(fact)} {shown(fact, every[fact])}" for fact in chosen or every]
+        parts = [f"{readable_name(fact)} {with_unit(fact, every[fact])}" for fact in chosen or every]
         if parts:
             lines[name] = " · ".join(parts)
     return lines
@@ -158,12 +158,12 @@ def number(value: float, decimals: int | None = None) -> str:
     return f"{value:.{max(decimals or 0, smallest)}f}"
 
 
-def shown(fact: str, value: Any) -> str:
+def with_unit(fact: str, value: Any) -> str:
     """``value`` with the unit that is in the name of its fact."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        listed = ", ".join(shown(fact, item) for item in value[:ITEMS])
+        listed = ", ".join(with_unit(fact, item) for item in value[:ITEMS])
         return listed if len(value) <= ITEMS else f"{listed}, ... ({len(value)} in all)"
     if isinstance(value, (int, float)):
         parts = fact.rpartition(".")[2].split("_")
@@ -176,7 +176,7 @@ def shown(fact: str, value: Any) -> str:
         if "share" in parts:
             return f"{value:.1%}"
         return f"{value:,}" if isinstance(value, int) else number(value)
-    return cut(value if isinstance(value, str) else json.dumps(value, default=str), CHARACTERS)
+    return shorten(value if isinstance(value, str) else json.dumps(value, default=str), CHARACTERS)
 
 
 def counted(count: int, noun: str) -> str:
@@ -184,11 +184,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def cut(text: str, longest: int) -> str:
+def shorten(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def words(fact: str) -> str:
+def readable_name(fact: str) -> str:
     """``eager_step_seconds`` as a person would write it; the unit stands beside the value."""
     name = fact.rpartition(".")[2]
     for unit in ("_milliseconds", "_seconds"):

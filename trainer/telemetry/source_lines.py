@@ -57,7 +57,7 @@ def place_lines(location: str | None) -> list[str]:
     """Where it is and what stands there, a line each, as a person reads it; none where the place is not known."""
     if (place := line_at(location)) is None:
         return []
-    where = f"  {shown(place.file)}:{place.number}{f' in {place.function}' if place.function else ''}"
+    where = f"  {display_path(place.file)}:{place.number}{f' in {place.function}' if place.function else ''}"
     return [where, *([f"    {place.code}"] if place.code else [])]
 
 
@@ -104,6 +104,6 @@ def innermost(stack: Sequence[Line]) -> str | None:
     return f"{outside[-1].file}:{outside[-1].number} {outside[-1].function}" if outside else None
 
 
-def shown(file: str) -> str:
+def display_path(file: str) -> str:
     """A path as a reader likes it: from the site-packages, from the working directory, or whole."""
     return installed(file) or file.removeprefix(f"{Path.cwd()}{os.sep}")

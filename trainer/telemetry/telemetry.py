@@ -264,7 +264,7 @@ class Telemetry:
             rates = added_up(rates, [each for _, each in found])
             if self._loop.is_first_process:
                 record.ranks = [figures for figures, _ in found]
-        record.take(rates, peak)
+        record.copy_fields(rates, peak)
         shares = peak.utilization(rates.teraflops_per_second)
         record.model_flops_utilization, record.model_flops_utilization_measured_peak = shares
         record.peak_device_memory_gib = hardware.peak_device_gib(self._device)
@@ -299,7 +299,7 @@ class Telemetry:
             # What was tried for a choice and not taken was compiled as well.
             compiles = bool(program.strategies) or "auto" in program.report
         if compiles:
-            record.take(self.compiler.figures())
+            record.copy_fields(self.compiler.figures())
             record.events = list(self.compiler.events)
         # Last: it reads from the device, which may be what the training failed at.
         record.final_metrics = finite({name: float(value) for name, value in self._loop.metrics.items()})
