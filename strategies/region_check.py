@@ -30,7 +30,7 @@ from strategies.compile_errors import is_compile_error, is_out_of_memory
 from strategies.inductor_random import InductorDraws
 from strategies.region_state import Changed, Large, RegionState, drew_random_numbers, random_state
 from strategies.side_effects import refused_elsewhere
-from strategies.tolerance import CONSTANTS, SINGLE, UNCALIBRATED, Difference, Tensors, beyond, compare
+from strategies.tolerance import CONSTANTS, SINGLE, UNCALIBRATED, Difference, Tensors, compare, exceeding
 from strategies.torch_patches import without_inductors_graphs
 
 SEED = 2**31 - 1
@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def wrong(self) -> list[Difference]:
-        return beyond(self.differences)
+        return exceeding(self.differences)
 
 
 @dataclass(slots=True)
@@ -279,7 +279,7 @@ def _compared(
         if not draws_alike and aligned is not False and of_one_graph:  # each graph draws seeds of its own
             found = runs.drawn_as_inductor(compiled, seen, unit, multiple)
         outcome.how, outcome.differences = "draws", found or []
-        if found is None or (beyond(found) and not aligned):
+        if found is None or (exceeding(found) and not aligned):
             outcome.how = "seeds"
             for seeds in SEEDS:
                 outcome.differences = runs.across_seeds(compiled, seeds, unit, multiple)
@@ -498,7 +498,7 @@ class _Runs:
     ) -> list[Difference]:
         """``found``, and where some of it counts, each tensor by the largest noise that several runs of eager show."""
         for number in range(1, NOISES + 1):
-            if not any(one.tolerance > 0 for one in beyond(found)):
+            if not any(one.tolerance > 0 for one in exceeding(found)):
                 break
             noisy, _ = self.rounded(unit, drawn, seed, number=number, call=call)
             if noisy is None:
@@ -528,7 +528,7 @@ class _Runs:
                     exact, _ = self.exact(unit, draws.drawn)
                 found = _differences(expected, seen, exact, unit, multiple)
                 found = self.by_more_noise(found, expected, seen, unit, multiple, draws.drawn, seed)
-                if not beyond(found):
+                if not exceeding(found):
                     break
         except Exception:  # numbers are kept in single precision: there may be too little memory for all of them
             return None

@@ -56,7 +56,7 @@ class Difference:
         return f"{self.kind} {self.name!r} is {self.difference:.2e} away from eager's, tolerance {self.tolerance:.2e}"
 
 
-def beyond(differences: Iterable[Difference]) -> list[Difference]:
+def exceeding(differences: Iterable[Difference]) -> list[Difference]:
     """Those that count, the largest first."""
     return sorted((one for one in differences if one.share > 1), key=lambda one: -one.share)
 

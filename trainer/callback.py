@@ -24,11 +24,11 @@ from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.distributed import EpochEnds, SigtermAgreement, epoch_ends
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.lightning_internals import kinds, replaced
+from trainer.loops.lightning_internals import lightning_classes, replaced
 from trainer.loops.rank_consistency import code_of, compare_facts
 from trainer.loops.rank_failures import STILL_SECONDS, Deadline, Failures
 from trainer.loops.training_info import TrainingInfo
-from trainer.telemetry.serialization import flat
+from trainer.telemetry.serialization import flatten
 
 __all__ = ["Compile", "CompileFailed", "CompiledNothing", "ParityError"]
 
@@ -100,8 +100,9 @@ class Compile(CompiledTraining, L.Callback):
             module,
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
-            sharded=isinstance(trainer.strategy, kinds(FSDPStrategy, ModelParallelStrategy)),
-            compared=not isinstance(trainer.strategy, kinds(FSDPStrategy)),  # a call gathers parameters from all
+            sharded=isinstance(trainer.strategy, lightning_classes(FSDPStrategy, ModelParallelStrategy)),
+            # A call under FSDP gathers parameters from all.
+            compared=not isinstance(trainer.strategy, lightning_classes(FSDPStrategy)),
             trains=trains,
             print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )
@@ -210,7 +211,7 @@ class Compile(CompiledTraining, L.Callback):
             "parameters": str(sum(one.numel() for one in module.parameters() if not is_lazy(one))),
             **code_of(module),
             # Not paths, which may lead to a disk of each host's own.
-            **{name: str(value) for name, value in flat(self.record.config) if "/" not in str(value)},
+            **{name: str(value) for name, value in flatten(self.record.config) if "/" not in str(value)},
         }
         self.failures = Failures(trainer.global_rank)
         compare_facts(trainer.global_rank, facts)

@@ -192,7 +192,7 @@ def restore_own(ranks: list[dict[str, Any]], trainer: L.Trainer) -> None:
     set_random_state(((version, tuple(internal), gauss), array, states["torch"], cuda))
 
 
-def opened(checkpoint: Path) -> dict[str, Any]:
+def open_checkpoint(checkpoint: Path) -> dict[str, Any]:
     """What ``checkpoint`` holds, mapped from the disk; of a directory without its weights.
 
     Reads all of it once (a second or more for a gigabyte), because torch.load compares no checksums. Raises
@@ -226,8 +226,8 @@ ORDER = {"batch_size": "examples a batch", "world_size": "processes", "accumulat
 
 
 class Resuming(L.Callback):
-    """Comes before all other callbacks: refuses what does not fit ``saved``, the checkpoint as ``opened`` gives it,
-    before they begin, and puts into the record's ``notes`` what differs."""
+    """Comes before all other callbacks: refuses what does not fit ``saved``, the checkpoint as ``open_checkpoint``
+    gives it, before they begin, and puts into the record's ``notes`` what differs."""
 
     def __init__(self, notes: list[str], saved: Mapping[str, Any] | None) -> None:
         self._notes, self._saved = notes, saved

@@ -132,13 +132,13 @@ def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
     refuse_written_credentials(cfg)
     if "trainer" not in cfg:  # an option of a group, composed to be compared with another
         return cfg
-    launch = environment.launched(os.environ)
+    launch = environment.detect_launch(os.environ)
     if launch is not None and cfg.hydra.mode == hydra.types.RunMode.MULTIRUN:
         raise ValueError(
             f"-m: each of the {launch.processes} processes that {launch.by} has started would run the whole sweep; "
             "start it alone, in one job"
         )
-    follow = environment.followed(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
+    follow = environment.devices_of_launch(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
     with read_write(cfg):
         cfg.trainer.devices, cfg.trainer.num_nodes = follow
     return cfg
@@ -219,9 +219,9 @@ def train(cfg: DictConfig) -> int:
     """Train what ``cfg`` describes; returns the exit code. Raises ValueError for a bad configuration."""
     from trainer.availability import require_present
     from trainer.config import to_config
-    from trainer.process import importing, start_early
+    from trainer.process import start_early, uninterrupted_import
     from trainer.settings import Peer
-    from trainer.sweep.environment import SWEEP_VARIABLE, launched
+    from trainer.sweep.environment import SWEEP_VARIABLE, detect_launch
     from trainer.sweep.launcher import flags
     from trainer.sweep.run_dirs import OwnFolder, is_first_process, taken
 
@@ -233,7 +233,7 @@ def train(cfg: DictConfig) -> int:
         raise ValueError(
             f"repeat={config.repeat!r}: a sweep gives its cells caches of their own, use -m repeat=cold,warm"
         )
-    together = launched(os.environ) is not None
+    together = detect_launch(os.environ) is not None
     alone = not together and is_first_process()
     run_dir = OwnFolder.wanted if together else Path(settings.runtime.output_dir)
     command = [*flags(sys.argv[1:]), *given]
@@ -246,7 +246,7 @@ def train(cfg: DictConfig) -> int:
         start_early(config.trainer, run_dir)
     if is_first_process() and to_import and SWEEP_VARIABLE not in os.environ:  # a cell's last line is its reason
         print("importing torch and Lightning", file=sys.stderr, flush=True)
-    with importing():  # only now: torch takes seconds to import, and reads where its caches are
+    with uninterrupted_import():  # only now: torch takes seconds to import, and reads where its caches are
         from trainer.run import run
 
     return run(config, run_dir=run_dir, command=command).exit_code

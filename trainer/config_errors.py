@@ -172,7 +172,7 @@ def report(error: BaseException, place: str = "") -> None:
         if os.path.islink(file) and not os.path.exists(file):  # the system says "File exists"
             what = f"a symbolic link to {os.readlink(file)} that leads nowhere"
         lines = [f"error: {place if place.endswith(file) else file}: {what}"]
-    who = environment.speaking(os.environ, alike="torch" not in sys.modules)
+    who = environment.rank_prefix(os.environ, alike="torch" not in sys.modules)
     if who is not None:
         # One write, also without a buffer: several processes may share a terminal.
         print(redact("".join(f"{who}{line}\n" for line in lines)), end="", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from strategies.compile_errors import one_line
 from trainer.build import build_trainer, compile_callback, require_memory_of, start_processes
 from trainer.callback import Compile
 from trainer.checkpoint_files import find_checkpoint
-from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, opened
+from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, open_checkpoint
 from trainer.console import ProgressView, announce
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import leave_groups
@@ -25,7 +25,7 @@ from trainer.telemetry.record import RunRecord
 
 
 class Job:
-    """The parts of one training, built by ``go`` in the order in which a user's mistakes are cheapest to find."""
+    """The parts of one training, built by ``train`` in the order in which a user's mistakes are cheapest to find."""
 
     def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
         self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
@@ -56,7 +56,7 @@ class Job:
         if self._compile is not None:
             self._compile.close_pages(summary)
 
-    def go(self, stop: StopRequest) -> None:
+    def train(self, stop: StopRequest) -> None:
         """Build everything and train to the end, to an error or to a stop."""
         config, settings, record = self._config, self._config.trainer, self._record
         checkpoint, saved = self._checkpoint()
@@ -98,7 +98,7 @@ class Job:
                 self._record.notes.append(f"{restarted}: from the first step, there was no checkpoint yet")
             return None, None
         checkpoint = find_checkpoint(self._config.resume)
-        saved = opened(checkpoint)
+        saved = open_checkpoint(checkpoint)
         if (step := saved["global_step"]) >= self._config.trainer.max_steps:
             raise ValueError(
                 f"resume={self._config.resume}: already at step {step}, "

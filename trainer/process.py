@@ -70,7 +70,7 @@ def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def uninterrupted_import() -> Iterator[None]:
     """Let signals wait while torch is imported, and import without Python's garbage collector.
 
     An exception in the middle of that import is swallowed by a library, leaves a module half there, or meets C++ that
@@ -188,7 +188,7 @@ def keep_streams() -> None:
 
 
 @contextlib.contextmanager
-def leaving() -> Iterator[None]:
+def quick_exit() -> Iterator[None]:
     """For the end of a command: what raises SystemExit inside ends the process, without the seconds in which Python
     takes every module of torch and Lightning apart (3 to 10). Never in a user's own script.
 

@@ -23,14 +23,14 @@ from strategies.compiler_warmup import stop_compiling
 from trainer.build import task_options
 from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import NonFiniteLoss
-from trainer.console import ERROR_LOG, print_end, shown
+from trainer.console import ERROR_LOG, print_end, relative_path
 from trainer.job import Job
 from trainer.loops.rank_consistency import describe_process
 from trainer.loops.rank_failures import AND_SO, RankFailed, fail_record
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.run_end import finalize
 from trainer.settings import Config, Peer
-from trainer.sweep.environment import Launch, described, launched
+from trainer.sweep.environment import Launch, detect_launch, initial_record
 from trainer.sweep.run_dirs import claim, is_first_process, release, restore_file
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
@@ -70,17 +70,17 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     first = is_first_process()
     console = Console(quiet=not first)
     began = time.time()
-    record = described(config, command)
+    record = initial_record(config, command)
     record.versions, record.import_seconds = hardware.versions(), hardware.process_age_seconds()
-    if (launch := launched(os.environ)) is not None:
-        run_dir = joined(launch, config, record, run_dir)
+    if (launch := detect_launch(os.environ)) is not None:
+        run_dir = shared_run_folder(launch, config, record, run_dir)
     job = _job(config, record, run_dir, console)
     replaced = claim(record, run_dir, str(run_dir) if record.restarts else config.resume) if first else None
     stop, refused = StopRequest(console.print), False
     ended: SystemExit | None = None
     try:
         with process_settings(config.trainer), stop:
-            job.go(stop)
+            job.train(stop)
             job.wait_for_ranks()
             record.status = "interrupted" if stop.signum else "finished"
             record.signal = stop.signum
@@ -121,7 +121,8 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     print_end(console, record, run_dir, full=config.trainer.summary == "full")
     for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
         if log.stat().st_mtime >= began:  # else of an earlier start
-            console.print(f"traceback of another process: {shown(log)}", highlight=False, markup=False, soft_wrap=True)
+            line = f"traceback of another process: {relative_path(log)}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     if ended is not None:
         raise ended
     return record
@@ -159,10 +160,10 @@ def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch
 def _place(error: BaseException) -> str:
     """Where it was raised, as ``file:line``; for ``exit()``, where that was called."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != "<frozen _sitebuiltins>"]
-    return f"{shown(Path(frames[-1].filename))}:{frames[-1].lineno}"
+    return f"{relative_path(Path(frames[-1].filename))}:{frames[-1].lineno}"
 
 
-def joined(launch: Launch, config: Config, record: RunRecord, wanted: Path) -> Path:
+def shared_run_folder(launch: Launch, config: Config, record: RunRecord, wanted: Path) -> Path:
     """The folder of the run that this process takes part in: rank 0's, or the one of the run's earlier start.
 
     Where torchrun or SLURM has started the run again, it resumes from the last checkpoint in that folder: sets

@@ -24,7 +24,7 @@ from strategies import Strategy
 from strategies.compile_errors import one_line
 from strategies.compiler_warmup import stop_compiling
 from strategies.loop_protocol import Loop
-from trainer.console import ProgressView, print_end, shown, summary
+from trainer.console import ProgressView, print_end, relative_path, summary
 from trainer.loops.training_info import NOT_STARTED, TrainingInfo
 from trainer.report.run_verdict import run_verdict
 from trainer.sweep.environment import RECORDS_VARIABLE, origin
@@ -104,7 +104,7 @@ class ScriptRun:
             setattr(record, name, value)
         logs = logs or TrainingInfo(folder=None)
         record.task, record.status = type(module).__name__, "running"
-        record.script, record.entry = named(script), logs.entry
+        record.script, record.entry = script_name(script), logs.entry
         record.seed, record.resumed_from = logs.seed, logs.resumed_from
         parameters = sum(one.numel() for one in module.parameters() if not is_lazy(one))
         record.config = {"task": {"parameters": parameters, "batch_size": logs.batch_size}, "trainer": logs.settings}
@@ -114,7 +114,7 @@ class ScriptRun:
         given = os.environ.get(RECORDS_VARIABLE)  # of a command that has started this script, and reads them
         folder, shared = (Path(given), False) if given else (logs.folder if self._save else None, logs.shared)
         if folder is not None and loop.is_first_process:
-            self.directory = claimed(record, folder, shared=shared)
+            self.directory = claim_folder(record, folder, shared=shared)
 
     def end(self, record: RunRecord, close_pages: Callable[[dict[str, str]], None]) -> None:
         """The training is over, and ``record`` filled in."""
@@ -145,12 +145,12 @@ def main_script() -> Path | None:
     return Path(script).resolve() if script else None
 
 
-def named(script: Path | None) -> str:
+def script_name(script: Path | None) -> str:
     """What a record calls the script."""
-    return "a notebook" if script is None else str(shown(script))
+    return "a notebook" if script is None else str(relative_path(script))
 
 
-def claimed(record: RunRecord, folder: Path, *, shared: bool) -> Path | None:
+def claim_folder(record: RunRecord, folder: Path, *, shared: bool) -> Path | None:
     """Write the first ``record`` into ``folder``, or into the first of ``folder/run-1``, ``folder/run-2``, ... where
     there is none, if the folder is ``shared`` or holds one already; returns which, None when nothing can be written."""
     for number in itertools.count(1):

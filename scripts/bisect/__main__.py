@@ -23,7 +23,7 @@ from scripts.bisect.search import MAX_SHAPES, ComparedModule, Report, named, sea
 from strategies import Modular, Stage, Strategy
 from strategies.base import is_ancestor, label
 from trainer.advice import program
-from trainer.process import StopRequest, importing, leaving
+from trainer.process import StopRequest, quick_exit, uninterrupted_import
 from trainer.telemetry.serialization import counted
 
 EXAMPLES = """\
@@ -54,8 +54,8 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
     console = Console(highlight=False, soft_wrap=True)
     numbers = itertools.count(1)
     with progress.status("building data and model"):
-        with importing():
-            from scripts.bisect.bench import bisect_config
+        with uninterrupted_import():
+            from scripts.bisect.module_comparer import bisect_config
             from scripts.explain.run import ONE_DEVICE, quiet_compiler, several_devices
 
         def saw(look: ComparedModule) -> None:
@@ -138,5 +138,5 @@ def modular_overrides(
 
 
 if __name__ == "__main__":
-    with leaving():
+    with quick_exit():
         sys.exit(main())

@@ -22,7 +22,7 @@ from scripts.check import comment, judge, rounds
 from scripts.check.measurement import FILE_NAME, Measured, measured, save
 from strategies.compile_errors import redact
 from trainer.advice import program
-from trainer.process import leaving
+from trainer.process import quick_exit
 from trainer.report.runs import Run, find
 from trainer.telemetry.serialization import counted
 
@@ -197,5 +197,5 @@ def _say(options: argparse.Namespace, judgements: Sequence[judge.Judgement], bas
 
 
 if __name__ == "__main__":
-    with leaving():
+    with quick_exit():
         sys.exit(main())

@@ -18,7 +18,7 @@ from trainer.report.comparison import BUSY, THIN, compare_runs
 from trainer.report.runs import Cell, Run, deciding, fixed_settings, set_parameters, workload_of
 from trainer.telemetry import source_lines
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.serialization import build, finite, printable, written_whole
+from trainer.telemetry.serialization import dataclass_from_json, nan_to_none, printable, written_whole
 
 SCHEMA = 1
 """Raised when the meaning of a field changes."""
@@ -226,7 +226,7 @@ def save(found: Sequence[Measured], file: Path) -> None:
     kept |= {one.name: one for one in found}
     facts = {"schema": SCHEMA, "measured": [dataclasses.asdict(one) for one in kept.values()]}
     with written_whole(file, "w") as out:
-        out.write(json.dumps(finite(facts), indent=1, allow_nan=False) + "\n")
+        out.write(json.dumps(nan_to_none(facts), indent=1, allow_nan=False) + "\n")
 
 
 def load(file: Path) -> list[Measured]:
@@ -240,6 +240,6 @@ def read(text: bytes, name: str) -> list[Measured]:
         values = printable(json.loads(text.decode("utf-8")))
         if values["schema"] != SCHEMA:
             raise ValueError(f"schema {values['schema']}, this version reads {SCHEMA}")
-        return [build(Measured, each) for each in values["measured"]]
+        return [dataclass_from_json(Measured, each) for each in values["measured"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{name}: not a base record of crucible check ({error})") from error

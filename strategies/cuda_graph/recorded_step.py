@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import is_out_of_memory
 from strategies.device_memory import free_bytes
-from strategies.tolerance import MULTIPLES, SINGLE, UNCALIBRATED, Difference, beyond, compare
+from strategies.tolerance import MULTIPLES, SINGLE, UNCALIBRATED, Difference, compare, exceeding
 
 Left = Mapping[str, Mapping[str, Tensor]]
 """Tensors by kind (``loss``, ``weight``, ...) and name."""
@@ -37,13 +37,13 @@ COPIES = 4
 """Of the state of a step that exist at once: what it began with, what it left, the present, and one replay."""
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This process's part of a sharded one (DTensor)."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
-def room(device: torch.device) -> tuple[float, float]:
+def free_memory(device: torch.device) -> tuple[float, float]:
     """Free bytes of ``device``, and of the host for each of its devices."""
     host = float("inf")
     try:
@@ -61,7 +61,7 @@ class Copies:
     """Contents of ``tensors``, on their device or on the host."""
 
     def __init__(self, tensors: Sequence[Tensor], *, on_host: bool) -> None:
-        self.tensors = [local(one).detach() for one in tensors]
+        self.tensors = [local_shard(one).detach() for one in tensors]
         with torch.no_grad():
             if on_host:
                 self.kept = [one.to("cpu", copy=True) for one in self.tensors]
@@ -78,18 +78,18 @@ class Copies:
     def still_those(self, tensors: Sequence[Tensor]) -> bool:
         """Whether ``tensors`` lie where the copied ones lay."""
         return len(tensors) == len(self.tensors) and all(
-            local(one).data_ptr() == mine.data_ptr() and local(one).shape == mine.shape
+            local_shard(one).data_ptr() == mine.data_ptr() and local_shard(one).shape == mine.shape
             for one, mine in zip(tensors, self.tensors, strict=True)
         )
 
 
-def flat(left: Left) -> dict[tuple[str, str], Tensor]:
+def flatten_by_name(left: Left) -> dict[tuple[str, str], Tensor]:
     """By kind and name; of tensors that share their memory one."""
     found: dict[tuple[str, str], Tensor] = {}
     places: set[tuple[Any, ...]] = set()
     for kind, tensors in left.items():
         for name, tensor in tensors.items():
-            part = local(tensor)
+            part = local_shard(tensor)
             if part.layout is not torch.strided or part.is_inference() or not part.numel():
                 continue
             place = part.data_ptr(), part.shape, part.stride(), part.dtype
@@ -143,7 +143,7 @@ class Repeating:
     ) -> None:
         self.mode, self._device, self._unit = mode, device, unit
         self._random_state, self._set_random_state = random
-        self.room: Callable[[torch.device], tuple[float, float]] = room
+        self.room: Callable[[torch.device], tuple[float, float]] = free_memory
         self.on_host: bool | None = None
         """Where the copies were kept last."""
         self.short: str | None = None
@@ -153,8 +153,8 @@ class Repeating:
         self, number: int, inputs: Sequence[Tensor], state: Left, scalars: Sequence[Tensor]
     ) -> RecordedStep | None:
         """Before a step: copy what it begins with. None, with the reason in ``short``, where there is no memory."""
-        tensors = flat(state)
-        size = COPIES * sum(local(one).nbytes for one in tensors.values())
+        tensors = flatten_by_name(state)
+        size = COPIES * sum(local_shard(one).nbytes for one in tensors.values())
         device, host = self.room(self._device)
         on_host = size > DEVICE_SHARE * device
         if on_host and size > HOST_SHARE * host:
@@ -181,7 +181,7 @@ class Repeating:
     def end(self, record: RecordedStep, state: Left, results: Left, *, later: bool) -> RecordedStep | None:
         """After the step. ``later``: its graph repeats it once other steps have followed, so that what it left is
         copied too. None where it has put other tensors in the place of some, as one does that makes optimizer state."""
-        tensors = flat(state)
+        tensors = flatten_by_name(state)
         if set(tensors) != set(record.names):
             return None
         tensors = {name: tensors[name] for name in record.names}
@@ -190,7 +190,7 @@ class Repeating:
         try:
             if later:
                 record.ends = Copies(record.starts.tensors, on_host=record.on_host).kept
-            record.results = {key: _kept(one, record.on_host) for key, one in flat(results).items()}
+            record.results = {key: _kept(one, record.on_host) for key, one in flatten_by_name(results).items()}
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -224,7 +224,7 @@ class Repeating:
             self._set_random_state(record.random_state)
             replay()
             seen = dict(zip(record.names, record.starts.tensors, strict=True))
-            return seen | flat(results())
+            return seen | flatten_by_name(results())
 
         expected = dict(zip(record.names, record.ends or present.kept, strict=True)) | record.results
         starts = dict(zip(record.names, record.starts.kept, strict=True))
@@ -240,7 +240,7 @@ class Repeating:
                 return self._compare(both, expected, first, None, starts)
             found = self._compare(both, first, expected, second, starts)
             for _ in range(FURTHER_REPLAYS):
-                if not beyond(found):
+                if not exceeding(found):
                     break
                 others = {(one.kind, one.name): one for one in self._compare(both, first, expected, again(), starts)}
                 found = [min(one, others[one.kind, one.name], key=lambda each: each.share) for one in found]
@@ -268,10 +268,10 @@ class Repeating:
             names = [key for key in keys if key[0] == kind]
             found += compare(
                 kind,
-                {key[1]: local(expected[key]) for key in names},
-                {key[1]: local(seen[key]) for key in names},
-                None if exact is None else {key[1]: local(exact[key]) for key in names},
-                starts={key[1]: local(starts[key]) for key in names if key in starts},
+                {key[1]: local_shard(expected[key]) for key in names},
+                {key[1]: local_shard(seen[key]) for key in names},
+                None if exact is None else {key[1]: local_shard(exact[key]) for key in names},
+                starts={key[1]: local_shard(starts[key]) for key in names if key in starts},
                 unit=self._unit,
                 multiple=MULTIPLES[self.mode] / (UNCALIBRATED if alike else 1.0),
             )
@@ -289,8 +289,11 @@ def _without_noise(
         mean = "optimizer", f"{name}.exp_avg"
         if kind != "weight" or (kind, name) not in seen or mean not in expected or mean not in seen:
             continue
-        weight, one = local(expected[kind, name]).detach(), local(expected[mean]).detach()
-        other, moved = local(seen[mean]).detach().to(one.device), local(seen[kind, name]).detach().to(weight.device)
+        weight, one = local_shard(expected[kind, name]).detach(), local_shard(expected[mean]).detach()
+        other, moved = (
+            local_shard(seen[mean]).detach().to(one.device),
+            local_shard(seen[kind, name]).detach().to(weight.device),
+        )
         if one.shape == other.shape == moved.shape:
             noisy = ((one - other).abs() > one.abs() * NOISY).to(weight.device)
             found[kind, name] = torch.where(noisy, weight, moved)
@@ -298,7 +301,7 @@ def _without_noise(
 
 
 def _kept(tensor: Tensor, on_host: bool) -> Tensor:
-    tensor = local(tensor).detach()
+    tensor = local_shard(tensor).detach()
     return tensor.to("cpu", copy=True) if on_host else tensor.clone()
 
 
@@ -306,7 +309,7 @@ def equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Whether the tensors of each pair have the same numbers; NaN is equal to NaN. Reads the device once."""
     flags: list[Tensor] = []
     for one, other in pairs:
-        one, other = local(one).detach(), local(other).detach()
+        one, other = local_shard(one).detach(), local_shard(other).detach()
         if one.shape != other.shape:
             return False
         other = other.to(one.device)

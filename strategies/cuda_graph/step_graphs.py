@@ -27,7 +27,7 @@ from strategies.base import CannotCapture
 from strategies.compile_errors import first_line, users_line
 from strategies.cuda_graph.host_state import HostState
 from strategies.cuda_graph.recorded_step import Left, RecordedStep, Repeating
-from strategies.tolerance import Difference, beyond
+from strategies.tolerance import Difference, exceeding
 from strategies.torch_patches import as_capturing
 
 Step = Callable[[Any], Any]
@@ -757,7 +757,7 @@ class StepGraphs:
 
         began = time.perf_counter()
         found = self.repeating.repeat(record, variant.replay, variant.inputs, calls.scalars(), left)
-        wrong = beyond(found)
+        wrong = exceeding(found)
         passed = bool(self.min_over_ranks(not wrong))
         seconds = time.perf_counter() - began
         self.audits.append(Audit(name=shape.name, differences=found, first=fresh, passed=passed, seconds=seconds))

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 
-from scripts.bisect.bench import bisect_module
+from scripts.bisect.module_comparer import bisect_module
 from scripts.bisect.search import Report
 from strategies import Modular, Regional, Whole
 from tests.bisect.conftest import Searched

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.tolerance import MULTIPLES, SINGLE, TF32, UNITS, Difference, beyond, compare, rounding_unit
+from strategies.tolerance import MULTIPLES, SINGLE, TF32, UNITS, Difference, compare, exceeding, rounding_unit
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -25,9 +25,9 @@ def test_rounding_passes_and_the_largest_difference_comes_first() -> None:
     exact = {"one": drawn(64, 64), "two": drawn(32)}
     eager = {name: rounded(one, 1e-6) for name, one in exact.items()}
     seen = {name: rounded(one, 1e-6, seed=2) for name, one in exact.items()}
-    assert beyond(compare("gradient", eager, seen, exact)) == []
+    assert exceeding(compare("gradient", eager, seen, exact)) == []
     wrong = {"one": eager["one"] * 1.01, "two": eager["two"] * 1.5}
-    assert [one.name for one in beyond(compare("gradient", eager, wrong, exact))] == ["two", "one"]
+    assert [one.name for one in exceeding(compare("gradient", eager, wrong, exact))] == ["two", "one"]
 
 
 @pytest.mark.parametrize("noise", [1e-7, 1e-3], ids=["fp32", "bf16"])
@@ -36,16 +36,16 @@ def test_a_common_factor_is_found_below_the_noise(noise: float, factor: float) -
     exact = {"weight": drawn(256, 256)}
     eager = {"weight": rounded(exact["weight"], noise)}
     unit = SINGLE if noise < 1e-5 else UNITS["bf16"] / 8
-    assert beyond(compare("gradient", eager, {"weight": eager["weight"] * factor}, exact, unit=unit))
+    assert exceeding(compare("gradient", eager, {"weight": eager["weight"] * factor}, exact, unit=unit))
 
 
 def test_what_is_zero_in_exact_arithmetic_is_all_noise() -> None:
     exact = {"weight": drawn(64, 64), "key.bias": torch.zeros(64)}
     eager = {"weight": rounded(exact["weight"], 1e-6), "key.bias": 1e-7 * drawn(64, seed=3)}
     seen = {"weight": rounded(exact["weight"], 1e-6, seed=4), "key.bias": 1e-7 * drawn(64, seed=5)}
-    assert beyond(compare("gradient", eager, seen, exact)) == []
+    assert exceeding(compare("gradient", eager, seen, exact)) == []
     seen["key.bias"] = 0.1 * drawn(64, seed=5)
-    (found,) = beyond(compare("gradient", eager, seen, exact))
+    (found,) = exceeding(compare("gradient", eager, seen, exact))
     assert found.name == "key.bias"
 
 
@@ -53,7 +53,7 @@ def test_noise_that_is_small_by_chance_is_judged_by_that_of_its_kind() -> None:
     exact = {"weight": drawn(64, 64), "scale": torch.ones(1)}
     eager = {"weight": rounded(exact["weight"], 1e-4), "scale": torch.ones(1)}
     seen = {"weight": rounded(exact["weight"], 1e-4, seed=2), "scale": torch.ones(1) * 1.0001}
-    assert beyond(compare("gradient", eager, seen, exact)) == []
+    assert exceeding(compare("gradient", eager, seen, exact)) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -61,9 +61,9 @@ def test_what_is_no_number_counts_where_eager_has_one(value: float) -> None:
     eager = {"loss": drawn(8)}
     seen = {"loss": eager["loss"].clone()}
     seen["loss"][3] = value
-    (found,) = beyond(compare("loss", eager, seen))
+    (found,) = exceeding(compare("loss", eager, seen))
     assert not found.share <= 1
-    assert beyond(compare("loss", seen, {"loss": seen["loss"].clone()})) == [], "eager has it, too"
+    assert exceeding(compare("loss", seen, {"loss": seen["loss"].clone()})) == [], "eager has it, too"
 
 
 def test_what_one_side_lacks_or_has_in_another_shape_is_infinitely_far_away() -> None:
@@ -80,12 +80,12 @@ def test_stored_values_are_judged_by_how_far_they_moved() -> None:
     eager = {"weight": starts["weight"] + step}
     seen = {"weight": starts["weight"] + 1.05 * step}
     exact = {"weight": starts["weight"] + rounded(step, 1e-5)}
-    assert beyond(compare("weight", eager, seen, exact, starts=starts)), "5% of a step"
+    assert exceeding(compare("weight", eager, seen, exact, starts=starts)), "5% of a step"
     moved = {"weight": starts["weight"] + rounded(step, 1e-5, seed=4)}
-    assert beyond(compare("weight", eager, moved, exact, starts=starts)) == []
+    assert exceeding(compare("weight", eager, moved, exact, starts=starts)) == []
     once_rounded = {"weight": eager["weight"] * (1 + 2.0**-24)}
-    assert beyond(compare("weight", eager, once_rounded, exact, starts=starts)) == []
-    assert beyond(compare("weight", eager, {"weight": starts["weight"]}, exact, starts=starts)), "it did not move"
+    assert exceeding(compare("weight", eager, once_rounded, exact, starts=starts)) == []
+    assert exceeding(compare("weight", eager, {"weight": starts["weight"]}, exact, starts=starts)), "it did not move"
 
 
 @pytest.mark.parametrize(("rows", "times"), [(7, 4.5), (8, 3.0)], ids=["few elements", "more"])
@@ -101,21 +101,21 @@ def test_strict_allows_half_as_much(rows: int, times: float) -> None:
 
 def test_without_a_more_exact_run_rounding_of_the_precision_is_allowed() -> None:
     eager = {"one": drawn(8, 8)}
-    assert beyond(compare("output", eager, {"one": rounded(eager["one"], 1e-6)})) == []
-    assert beyond(compare("output", eager, {"one": eager["one"] * 1.01}))
+    assert exceeding(compare("output", eager, {"one": rounded(eager["one"], 1e-6)})) == []
+    assert exceeding(compare("output", eager, {"one": eager["one"] * 1.01}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 def test_every_precision_is_compared(dtype: torch.dtype) -> None:
     eager = {"one": drawn(8, 8).to(dtype)}
-    assert beyond(compare("output", eager, {"one": eager["one"].clone()})) == []
-    assert beyond(compare("output", eager, {"one": eager["one"] * 2}))
+    assert exceeding(compare("output", eager, {"one": eager["one"].clone()})) == []
+    assert exceeding(compare("output", eager, {"one": eager["one"] * 2}))
 
 
 def test_a_sparse_gradient_is_compared() -> None:
     dense = torch.zeros(8, 4).index_fill(0, torch.tensor([2]), 1.0)
-    assert beyond(compare("gradient", {"one": dense.to_sparse()}, {"one": dense.to_sparse()})) == []
-    assert beyond(compare("gradient", {"one": dense.to_sparse()}, {"one": 2 * dense}))
+    assert exceeding(compare("gradient", {"one": dense.to_sparse()}, {"one": dense.to_sparse()})) == []
+    assert exceeding(compare("gradient", {"one": dense.to_sparse()}, {"one": 2 * dense}))
 
 
 def test_a_difference_in_words() -> None:

@@ -17,7 +17,7 @@ from strategies.compile_options import cache_directories
 from strategies.loop_protocol import Loop
 from tasks.base import cache_folder
 from trainer.auto.rule import CACHED_SECONDS, EAGER, SETUP_SECONDS, Timings
-from trainer.telemetry.serialization import finite, written_whole
+from trainer.telemetry.serialization import nan_to_none, written_whole
 
 FORMAT = 6
 """Raised when the meaning of what is kept changes; files of another format count as none."""
@@ -94,7 +94,7 @@ def save_timings(timings: Timings, file: Path) -> str | None:
     }
     try:
         with written_whole(file, "w") as opened:
-            json.dump(finite(values), opened, indent=1, allow_nan=False)
+            json.dump(nan_to_none(values), opened, indent=1, allow_nan=False)
     except OSError as error:
         return f"{file.parent}: {error.strerror or error}"
     return None

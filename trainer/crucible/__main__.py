@@ -91,9 +91,9 @@ def complete(arguments: list[str]) -> None:
 
 def entry() -> None:
     """The console script: the prompt is back with the last line."""
-    from trainer.process import leaving
+    from trainer.process import quick_exit
 
-    with leaving():
+    with quick_exit():
         sys.exit(main())
 
 

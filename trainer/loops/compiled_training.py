@@ -275,7 +275,7 @@ class CompiledTraining:
                 self._settings.enter_context(compiler_settings(program.settings))
             begin([one for one in strategies if one.captures_step], program)
         finally:
-            hardware.give_back(loop.device)
+            hardware.free_unused_memory(loop.device)
             self.record.regions, self.record.regions_compiled = len(program.regions), None
             self.telemetry.compiler.expect(program.graphs_expected)
             session.hooks[:] = self._hooks(loop, program)

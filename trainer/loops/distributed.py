@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.loop_protocol import LogCall
-from trainer.loops.lightning_internals import hooks_within_step, kinds, on_sigterm, received_sigterm, replace
+from trainer.loops.lightning_internals import (
+    hooks_within_step,
+    lightning_classes,
+    on_sigterm,
+    received_sigterm,
+    replace,
+)
 
 Value = TypeVar("Value")
 
@@ -180,10 +186,10 @@ class DistributedLoop(RankReductions):
 
     def collectives_obstacle(self) -> str | None:
         strategy = self._trainer.strategy
-        if isinstance(strategy, kinds(SingleDeviceStrategy, ModelParallelStrategy)):
+        if isinstance(strategy, lightning_classes(SingleDeviceStrategy, ModelParallelStrategy)):
             return None
         model = strategy.model
-        if not isinstance(strategy, kinds(DDPStrategy)) or not isinstance(model, DistributedDataParallel):
+        if not isinstance(strategy, lightning_classes(DDPStrategy)) or not isinstance(model, DistributedDataParallel):
             return f"no graph holds the steps of {type(strategy).__name__}; under ddp and fsdp2 it does"
         if model.find_unused_parameters:
             return "DDP with find_unused_parameters asks the device in every step which parameters were used"
@@ -193,7 +199,7 @@ class DistributedLoop(RankReductions):
 
     @property
     def capture_warmup_steps(self) -> int:
-        return DDP_WARMUP_STEPS if isinstance(self._trainer.strategy, kinds(DDPStrategy)) else 0
+        return DDP_WARMUP_STEPS if isinstance(self._trainer.strategy, lightning_classes(DDPStrategy)) else 0
 
 
 class SingleProcessLoop(RankReductions):

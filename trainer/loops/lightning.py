@@ -26,10 +26,10 @@ from trainer.loops.lightning_internals import (
     LightningMicroBatch,
     hooks_within_step,
     is_overridden,
-    kinds,
+    lightning_classes,
     replace,
     replaced,
-    untried,
+    untested_version,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ class LightningLoop(DistributedLoop):
     @property
     def writer(self) -> SummaryWriter | None:
         loggers = self._trainer.loggers if self.is_first_process else ()
-        return next((logger.experiment for logger in loggers if isinstance(logger, kinds(TensorBoardLogger))), None)
+        return next(
+            (logger.experiment for logger in loggers if isinstance(logger, lightning_classes(TensorBoardLogger))), None
+        )
 
     def logs(self, name: str) -> bool:
         known = [one.meta for one in self._trainer.fit_loop.epoch_loop._results.values()]
@@ -102,14 +104,14 @@ class LightningLoop(DistributedLoop):
 
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         for logger in self._trainer.loggers if self.is_first_process else ():
-            if not isinstance(logger, kinds(TensorBoardLogger)):
+            if not isinstance(logger, lightning_classes(TensorBoardLogger)):
                 logger.log_metrics(dict(values), step)
 
     # ---- standing around the loop's own steps ----------------------------------------------------------------------
 
     def capture_obstacles(self) -> Iterator[str]:
         module = self.module
-        if (reason := untried(self._trainer)) is not None:
+        if (reason := untested_version(self._trainer)) is not None:
             yield reason
             return
         if not module.automatic_optimization:
@@ -123,7 +125,7 @@ class LightningLoop(DistributedLoop):
             yield "detect_anomaly reads every gradient on the host"
 
     def unreadable_types(self) -> dict[type, str]:
-        return dict.fromkeys(kinds(Logger), "which a replay would not call: use self.log")
+        return dict.fromkeys(lightning_classes(Logger), "which a replay would not call: use self.log")
 
     def constants(self) -> Hashable:
         trainer = self._trainer
@@ -191,7 +193,7 @@ class LightningLoop(DistributedLoop):
 def throwaway_trainer(folder: str, module: L.LightningModule, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
     """Lightning's Trainer for ``module``, which writes nothing but what a module itself writes into ``folder``."""
     # A module of pytorch_lightning needs the Trainer of that package.
-    trainer = kinds(L.Trainer)[0 if isinstance(module, L.LightningModule) else -1]
+    trainer = lightning_classes(L.Trainer)[0 if isinstance(module, L.LightningModule) else -1]
     return trainer(
         logger=False,
         callbacks=callbacks,

@@ -1,7 +1,7 @@
 """Lightning's private pieces, and what stands in for some.
 
 Lightning is pinned below its next minor version, and a user may install another one all the same. Then nothing ends:
-what needs names that it may have renamed is left out, with that reason (``untried``).
+what needs names that it may have renamed is left out, with that reason (``untested_version``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import model_helpers
 
 
-def kinds(*classes: Any) -> tuple[Any, ...]:
+def lightning_classes(*classes: Any) -> tuple[Any, ...]:
     """Lightning's ``classes`` and those of the same names in ``pytorch_lightning``, a copy of ``lightning.pytorch``.
 
     Users import one or the other, and an object of one is not an instance of the other's class.
@@ -32,11 +32,11 @@ def kinds(*classes: Any) -> tuple[Any, ...]:
 
 def package_of(trainer: L.Trainer) -> Any:
     """``lightning.pytorch`` or ``pytorch_lightning``, of which ``trainer`` is one."""
-    kind = next(one for one in kinds(L.Trainer) if isinstance(trainer, one))
+    kind = next(one for one in lightning_classes(L.Trainer) if isinstance(trainer, one))
     return sys.modules[kind.__module__.removesuffix(".trainer.trainer")]
 
 
-def untried(trainer: L.Trainer) -> str | None:
+def untested_version(trainer: L.Trainer) -> str | None:
     """Why no step is captured in this version of Lightning; None where it was tried."""
     version = package_of(trainer).__version__
     if version.startswith("2.6."):
@@ -45,7 +45,7 @@ def untried(trainer: L.Trainer) -> str | None:
 
 
 def is_overridden(hook: str, module: L.LightningModule) -> bool:
-    parents = kinds(L.LightningModule)
+    parents = lightning_classes(L.LightningModule)
     return model_helpers.is_overridden(hook, module, next(one for one in parents if isinstance(module, one)))
 
 
@@ -64,7 +64,7 @@ METHODS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradi
 def hooks_within_step(module: L.LightningModule, callbacks: Iterable[L.Callback]) -> Iterator[str]:
     """Those that call code of the user's on the host, which sees gradients and which no replay calls."""
     yield from (f"{type(module).__name__}.{hook}" for hook in (*HOOKS, *METHODS) if is_overridden(hook, module))
-    plain = kinds(L.Callback)
+    plain = lightning_classes(L.Callback)
     for callback in callbacks:
         for hook in HOOKS:
             if getattr(getattr(callback, hook), "__func__", None) not in [getattr(one, hook) for one in plain]:
@@ -144,7 +144,7 @@ class LightningMicroBatch:
         closure = self._automatic._make_closure(self._given(batch), self._optimizer, self.index)
         strategy = self._trainer.strategy
         apart: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(strategy, kinds(ParallelStrategy)) and not self.ends:
+        if isinstance(strategy, lightning_classes(ParallelStrategy)) and not self.ends:
             apart = strategy.block_backward_sync()
         with apart:
             closure()

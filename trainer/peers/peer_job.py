@@ -47,7 +47,7 @@ LIBRARIES = ("lightning", "accelerate", "transformers")
 class PeerJob(Job):
     """The parts of one peer's training."""
 
-    def go(self, stop: StopRequest) -> None:
+    def train(self, stop: StopRequest) -> None:
         """Seed and build in the order of our own runs, so that weights and batches are theirs; train.
 
         Raises ValueError before any work, RuntimeError where a peer that compiles has compiled nothing.
@@ -93,9 +93,9 @@ def record_peer(record: RunRecord, mode: Peer, config: Config) -> None:
     if any(util.find_spec(name) is None for name in (library, *("accelerate",) * (library == "transformers"))):
         raise ValueError(f"run.peer={mode.peer} needs {library}: pip install -e '.[peers]', or leave it out")
     if library == "transformers":
-        from trainer.peers.transformers_trainer import equivalent
+        from trainer.peers.transformers_trainer import matching_network
 
-        equivalent(config.task)  # refuses
+        matching_network(config.task)  # refuses
     if mode.peer == "loop_captured" and not on_cuda(config.trainer):
         raise ValueError("run.peer=loop_captured: a CUDA graph takes a CUDA device, leave it out here")
     if (started := int(os.environ.get("WORLD_SIZE", "1"))) != (config.trainer.devices or 1):

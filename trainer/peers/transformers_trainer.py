@@ -34,7 +34,7 @@ Inputs = Callable[[Any], dict[str, Tensor]]
 """The task's batch as keywords of a network's forward."""
 
 
-def equivalent(task: Task) -> tuple[Callable[[], transformers.PreTrainedModel], Inputs]:
+def matching_network(task: Task) -> tuple[Callable[[], transformers.PreTrainedModel], Inputs]:
     """What builds transformers' network of the sizes of ``task``'s, with weights that transformers draws, and what it
     is given. Raises ValueError where it has none."""
     network = getattr(task, "network", None)
@@ -73,7 +73,7 @@ def equivalent(task: Task) -> tuple[Callable[[], transformers.PreTrainedModel], 
 def train(work: Work, *, compiled: bool = True) -> Loop:
     """``Trainer(model, TrainingArguments(torch_compile=True)).train()``, which compiles the model with its loss as one.
     https://huggingface.co/docs/transformers/perf_torch_compile"""
-    build, inputs = equivalent(work.config.task)
+    build, inputs = matching_network(work.config.task)
     settings, precision = work.config.trainer, resolve_precision(work.config.trainer)
     module: Any = work.module
     module.net = network = build()  # optimizer and schedule are the task's, of these parameters

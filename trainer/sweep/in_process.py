@@ -39,12 +39,12 @@ from trainer.advice import in_python
 from trainer.bucketed_loaders import loss_of_padding
 from trainer.callback import Compile
 from trainer.loops.lightning import LightningLoop, throwaway_trainer
-from trainer.loops.lightning_internals import kinds
+from trainer.loops.lightning_internals import lightning_classes
 from trainer.process import process_settings
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
-from trainer.run_end import main_script, named
+from trainer.run_end import main_script, script_name
 from trainer.settings import TrainerConfig
 from trainer.sweep.environment import origin
 from trainer.sweep.progress import ProgressOutput, progress_output
@@ -102,13 +102,13 @@ def compare(
     options = _checked(trainer, seconds=seconds, rounds=rounds)
     if out is not None and any(Path(out).glob(f"*/{FILE_NAME}")):
         raise ValueError(f"compare: out={str(out)!r} holds runs already; take another folder")
-    ours = isinstance(module, kinds(L.LightningModule))
+    ours = isinstance(module, lightning_classes(L.LightningModule))
     if not ours and (isinstance(module, torch.nn.Module) or not callable(module)):
         raise ValueError(f"compare: {type(module).__name__} is neither a LightningModule nor a function that makes one")
     telling = progress_output(quiet=quiet)
 
     def make() -> L.LightningModule:
-        return copy.deepcopy(module) if isinstance(module, kinds(L.LightningModule)) else module()
+        return copy.deepcopy(module) if isinstance(module, lightning_classes(L.LightningModule)) else module()
 
     settings = TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())
     with isolate_rng(), process_settings(settings):
@@ -192,7 +192,7 @@ class _Turns:
                     continue
                 strategies = copy.deepcopy(arm)
                 record = RunRecord(task="", seed=self.seed, round=number, **origin(strategies, ()))
-                record.script = named(main_script())
+                record.script = script_name(main_script())
                 record.start, record.versions = "cold" if number == 1 else "warm", hardware.versions()
                 limit = _Limit(steps=steps, seconds=seconds if steps is None else LONGEST * seconds)
                 turn = f"{label(arm)}, round {number} of {rounds}"
@@ -229,8 +229,8 @@ class _Turns:
             if kept:
                 self.runs.append(Run(Path(self.out or "", f"{len(self.runs)}-{record.label}"), record))
             try:
-                data = copy.copy(self.data) if isinstance(self.data, kinds(L.LightningDataModule)) else self.data
-                trainer.fit(module, data)
+                is_data_module = isinstance(self.data, lightning_classes(L.LightningDataModule))
+                trainer.fit(module, copy.copy(self.data) if is_data_module else self.data)
                 record.status = "finished"
             except Exception as error:
                 record.status, record.reason = "failed", one_line(error)

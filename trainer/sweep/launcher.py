@@ -44,7 +44,7 @@ from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run
 from trainer.settings import Peer
 from trainer.sweep import plan
-from trainer.sweep.environment import CACHES_DIRECTORY, ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables, described
+from trainer.sweep.environment import CACHES_DIRECTORY, ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables, initial_record
 from trainer.sweep.plan import REFUSED, PlannedCell
 from trainer.telemetry.record import RunRecord
 
@@ -166,7 +166,7 @@ class IsolatedLauncher(Launcher):
             start = "cold"  # the store of ``cached`` may make it warm
         words = [*flags(sys.argv[1:]), *overrides, *([f"repeat={start}"] if config.repeat != start else [])]
         bare = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        record = described(to_config(bare), words)
+        record = initial_record(to_config(bare), words)
         record.start, record.round = start, None  # that of a sweep whose cell has started this one is not ours
         return PlannedCell(overrides=overrides, arm=arm, words=words, job=job, record=record)
 

@@ -32,7 +32,7 @@ class OwnFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Name the folder after SLURM's job; keep Hydra out of a folder that is another's."""
-        first, launch = is_first_process(), environment.launched(os.environ)
+        first, launch = is_first_process(), environment.detect_launch(os.environ)
         if launch is not None and launch.job is not None:
             # Not the time: all processes name one folder then, and so does the job when it is put into the queue again.
             written: Any = OmegaConf.to_container(config.hydra.run, resolve=False)

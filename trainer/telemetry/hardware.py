@@ -107,7 +107,7 @@ def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1)
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
-def give_back(device: torch.device) -> None:
+def free_unused_memory(device: torch.device) -> None:
     """Free what is unreachable and what the allocator keeps: eager's blocks have other sizes than compiled's."""
     gc.collect()
     if device.type == "cuda":

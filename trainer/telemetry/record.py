@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.telemetry.machine_monitor import MachineFacts
-from trainer.telemetry.serialization import build, finite, printable, type_name, written_whole
+from trainer.telemetry.serialization import dataclass_from_json, nan_to_none, printable, type_name, written_whole
 
 FILE_NAME = "record.json"
 SCHEMA = 1
@@ -418,7 +418,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
         values = without_credentials({"task": self.task, **dataclasses.asdict(self)})  # what ran comes first
         file = Path(directory) / FILE_NAME
         with written_whole(file, "w") as out:
-            json.dump(finite(values), out, indent=1, allow_nan=False, default=str)
+            json.dump(nan_to_none(values), out, indent=1, allow_nan=False, default=str)
         return file
 
     @classmethod
@@ -449,7 +449,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
                 raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
             if (run := values.get("run", "train")) != "train":
                 raise ValueError(f"{file}: a record of run={run}, which is no longer measured")
-            record = build(cls, values)
+            record = dataclass_from_json(cls, values)
             if not all(isinstance(strategy.get("name"), str) for strategy in record.strategies):
                 raise TypeError("a strategy has no name")
         except (KeyError, TypeError) as error:

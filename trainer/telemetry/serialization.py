@@ -28,13 +28,13 @@ TEXTS = frozenset({"reason", "notes", "eager_parts", "report", "events"})
 """Keys below which a text may have several lines; elsewhere a line break would forge lines of its own."""
 
 
-def finite(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """``value`` with None for every number in it that JSON has no word for: NaN, infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: nan_to_none(one) for key, one in value.items()}
+    return [nan_to_none(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def written_whole(target: Path, mode: str) -> Iterator[IO[Any]]:
         temporary.unlink(missing_ok=True)
 
 
-def build(kind: type[Made], values: Any, path: str = "") -> Made:
+def dataclass_from_json(kind: type[Made], values: Any, path: str = "") -> Made:
     """A ``kind``, which is a dataclass, from a JSON object. Raises TypeError that names the first value that does not
     fit (``events[3].reason``), or what is missing; what a ``kind`` has no field for is left out."""
     if not isinstance(values, dict):
@@ -79,7 +79,7 @@ def _value(hint: Any, given: Any, path: str) -> Any:
         (hint,) = (part for part in parts if part is not type(None))  # our fields have one type, or it and None
         return _value(hint, given, path)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return build(hint, given, path)
+        return dataclass_from_json(hint, given, path)
     if origin is list and isinstance(given, list):
         return [_value(parts[0], each, f"{path}[{place}]") for place, each in enumerate(given)]
     if origin is dict and isinstance(given, dict):
@@ -130,7 +130,7 @@ def headlines(report: Mapping[str, Mapping[str, Any]], first: Mapping[str, Seque
     """One line for each name in ``report`` that has facts: those named in ``first``; all, where it has none of them."""
     lines = {}
     for name, facts in report.items():
-        every = dict(flat(facts))
+        every = dict(flatten(facts))
         chosen = [fact for fact in first.get(name, ()) if fact in every]
         parts = [f"{readable_name(fact)} {with_unit(fact, every[fact])}" for fact in chosen or every]
         if parts:
@@ -138,11 +138,11 @@ def headlines(report: Mapping[str, Mapping[str, Any]], first: Mapping[str, Seque
     return lines
 
 
-def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Facts by dotted name; those that are None or empty are left out."""
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         elif value is not None and value != [] and value != "":
             yield f"{prefix}{name}", value
 

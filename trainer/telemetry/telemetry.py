@@ -26,7 +26,7 @@ from trainer.telemetry.machine_monitor import EnergyMeter, MachineMonitor, now, 
 from trainer.telemetry.meter import Counts, Meter, Points, Step, StepClock, shape_of
 from trainer.telemetry.profile import StepProfiler, with_idle_share
 from trainer.telemetry.record import CompilerFigures, RankFigures, Rates, RunRecord
-from trainer.telemetry.serialization import finite
+from trainer.telemetry.serialization import nan_to_none
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 BatchCounter = Callable[[Any], Counts]
@@ -302,7 +302,7 @@ class Telemetry:
             record.copy_fields(self.compiler.figures())
             record.events = list(self.compiler.events)
         # Last: it reads from the device, which may be what the training failed at.
-        record.final_metrics = finite({name: float(value) for name, value in self._loop.metrics.items()})
+        record.final_metrics = nan_to_none({name: float(value) for name, value in self._loop.metrics.items()})
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""

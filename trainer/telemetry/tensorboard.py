@@ -17,7 +17,7 @@ from strategies.loop_protocol import Loop
 from trainer.report.run_verdict import run_verdict
 from trainer.report.runs import set_parameters
 from trainer.telemetry.record import Event, RankFigures, RunRecord, communication_of
-from trainer.telemetry.serialization import finite
+from trainer.telemetry.serialization import nan_to_none
 from trainer.telemetry.source_lines import display_path
 
 FINAL: dict[str, tuple[str, str]] = {
@@ -49,7 +49,7 @@ class TensorBoardPages:
         *begin, self._row_ends = row(record)
         for summary in begin:
             self._writer._get_file_writer().add_summary(summary)
-        config = json.dumps(finite(record.config), indent=2, default=str, allow_nan=False)
+        config = json.dumps(nan_to_none(record.config), indent=2, default=str, allow_nan=False)
         self._writer.add_text("run/config", textwrap.indent(config, "    "), 0)
         self._writer.flush()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.process import present_handlers
-from trainer.sweep.environment import followed, launched, speaking
+from trainer.sweep.environment import detect_launch, devices_of_launch, rank_prefix
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -56,19 +56,19 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_environment_says_who_started_how_many(
     environ: dict[str, str], by: str, shape: tuple[int, int, int, int, int]
 ) -> None:
-    launch = launched(environ)
+    launch = detect_launch(environ)
     assert launch is not None
     assert launch.name == by
     assert (launch.rank, launch.local_rank, launch.processes, launch.per_host, launch.hosts) == shape
-    assert followed(launch, None, None) == shape[3:]
-    assert followed(launch, "auto", launch.hosts) == shape[3:]
-    assert followed(launch, "0,1", None) == ("0,1", launch.hosts)
+    assert devices_of_launch(launch, None, None) == shape[3:]
+    assert devices_of_launch(launch, "auto", launch.hosts) == shape[3:]
+    assert devices_of_launch(launch, "0,1", None) == ("0,1", launch.hosts)
 
 
 def test_one_host_is_no_other_configuration_under_torchrun() -> None:
-    launch = launched(TORCHRUN | {"WORLD_SIZE": "2"})
-    assert followed(launch, 2, None) == (2, None)
-    assert followed(launch, 2, 1) == (2, 1)
+    launch = detect_launch(TORCHRUN | {"WORLD_SIZE": "2"})
+    assert devices_of_launch(launch, 2, None) == (2, None)
+    assert devices_of_launch(launch, 2, 1) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_one_host_is_no_other_configuration_under_torchrun() -> None:
     ],
 )
 def test_one_process_is_started_alone(environ: dict[str, str]) -> None:
-    assert launched(environ) is None
-    assert followed(None, 2, None) == (2, None)
-    assert followed(None, None, 1) == (None, 1)
+    assert detect_launch(environ) is None
+    assert devices_of_launch(None, 2, None) == (2, None)
+    assert devices_of_launch(None, None, 1) == (None, 1)
 
 
 REFUSED: list[tuple[dict[str, str], list[str], tuple[str, ...]]] = [
@@ -126,11 +126,11 @@ def test_what_does_not_fit_is_refused_in_one_line_before_any_work(
 
 def test_of_what_all_processes_find_alike_one_of_a_host_says_it() -> None:
     second = TORCHRUN | {"RANK": "2"}
-    assert speaking(TORCHRUN, alike=True) == ""
-    assert speaking(second, alike=True) == f"rank 2 on {socket.gethostname()}: "
-    assert speaking(second | {"RANK": "3", "LOCAL_RANK": "1"}, alike=True) is None
-    assert speaking(second | {"RANK": "3", "LOCAL_RANK": "1"}, alike=False) == f"rank 3 on {socket.gethostname()}: "
-    assert speaking(without(second, "WORLD_SIZE"), alike=True) == ""
+    assert rank_prefix(TORCHRUN, alike=True) == ""
+    assert rank_prefix(second, alike=True) == f"rank 2 on {socket.gethostname()}: "
+    assert rank_prefix(second | {"RANK": "3", "LOCAL_RANK": "1"}, alike=True) is None
+    assert rank_prefix(second | {"RANK": "3", "LOCAL_RANK": "1"}, alike=False) == f"rank 3 on {socket.gethostname()}: "
+    assert rank_prefix(without(second, "WORLD_SIZE"), alike=True) == ""
 
 
 def test_the_processes_of_a_job_name_one_folder_and_only_the_first_makes_it(

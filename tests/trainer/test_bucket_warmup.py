@@ -133,7 +133,7 @@ def test_a_recompile_after_that_is_an_error_that_says_where_and_why(tmp_path: Pa
     said = r"^Buckets\(on_recompile=\"fail\"\): .*in training step 9: .*(mismatch|grad_mode).*\(.*:\d+ Words"
     with pytest.raises(RecompileError, match=said) as it:
         trained(tmp_path, compile_, surprise=8)
-    assert "test_warming.py" in str(it.value)
+    assert "test_bucket_warmup.py" in str(it.value)
     assert len(str(it.value).splitlines()) == 1
     assert compile_.record.steps == 9
 

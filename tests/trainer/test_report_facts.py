@@ -13,7 +13,7 @@ from strategies import STRATEGIES
 from tests.trainer.runs import train
 from trainer.console import print_rows, summary
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.serialization import flat, headlines, with_unit
+from trainer.telemetry.serialization import flatten, headlines, with_unit
 
 FULL = "[regional,optimizer,buckets,cached]"
 FIRST = {name: kind.headlines for name, kind in STRATEGIES.items()}
@@ -79,7 +79,7 @@ def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
     assert "parity" not in said, "it has a row of its own"
     # What is looked for first is what strategies really write.
     for name in ("buckets", "cached"):
-        assert set(dict(flat(record.report[name]))) & set(FIRST[name])
+        assert set(dict(flatten(record.report[name]))) & set(FIRST[name])
 
 
 def test_eager_found_nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.trainer import habits
+from tests.trainer import python_state_modules as modules
 from tests.trainer.capturing import Captured
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import Recorded
@@ -28,13 +28,13 @@ class Losses(L.Callback):
 
 
 def losses(name: str, folder: Path, *others: L.Callback, accelerator: str = "cpu") -> list[float]:
-    """Losses of ``STEPS`` steps of one habit; of fewer where capture is given up soon."""
+    """Losses of ``STEPS`` steps of one module; of fewer where capture is given up soon."""
     L.seed_everything(0, verbose=False)
-    habits.SCALE, habits.SETTINGS["scale"], habits.Hyperparameters.scale = 1.0, 1.0, 1.0
-    kind, reason = habits.HABITS[name]
+    modules.SCALE, modules.SETTINGS["scale"], modules.Hyperparameters.scale = 1.0, 1.0, 1.0
+    kind, reason = modules.MODULES[name]
     data = DataLoader(TensorDataset(torch.randn(48, 8), torch.randn(48, 1)), batch_size=2)
     watch = Losses()
-    callbacks = [watch, *([habits.CALLBACKS[name]()] if name in habits.CALLBACKS else []), *others]
+    callbacks = [watch, *([modules.CALLBACKS[name]()] if name in modules.CALLBACKS else []), *others]
     trainer = quiet_trainer(
         callbacks=callbacks,
         default_root_dir=folder,
@@ -48,12 +48,12 @@ def losses(name: str, folder: Path, *others: L.Callback, accelerator: str = "cpu
     return watch.seen
 
 
-@pytest.mark.parametrize("name", list(habits.HABITS))
+@pytest.mark.parametrize("name", list(modules.MODULES))
 def test_losses_are_eagers_step_by_step(name: str, tmp_path: Path) -> None:
     captured = Captured([Recorded()])
     seen = losses(name, tmp_path, captured)
     assert seen == pytest.approx(losses(name, tmp_path), rel=1e-5)
-    report, (_, reason) = captured.facts, habits.HABITS[name]
+    report, (_, reason) = captured.facts, modules.MODULES[name]
     assert captured.program is not None
     assert not any("second time" in note for note in captured.program.notes)
     if reason is None:

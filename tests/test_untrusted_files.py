@@ -21,7 +21,7 @@ from trainer.report import tables
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.run_verdict import run_verdict, verdict_lines
 from trainer.report.runs import find
-from trainer.sweep.environment import described
+from trainer.sweep.environment import initial_record
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.tensorboard import events_table, hyperparameters
 
@@ -73,7 +73,7 @@ def test_credentials_of_the_environment_are_used_and_not_written(
     assert command_line("resume=${oc.env:ADDRESS}", "hydra.run.dir=run") == 0
     config = called[0]["config"]
     assert config.resume == "https://me:hush@host/x"  # type: ignore[attr-defined]
-    made = described(config, ["resume=https://me:hush@host/x"])  # type: ignore[arg-type]
+    made = initial_record(config, ["resume=https://me:hush@host/x"])  # type: ignore[arg-type]
     made.notes.append("GET https://me:hush@host/x")
     made.reason = one_line(ConnectionError("https://me:hush@host/x: 403"))
     assert "hush" not in json.dumps([made.config, made.command, made.reason]), "what TensorBoard and the console show"
@@ -102,7 +102,7 @@ def test_text_of_the_environment_within_a_longer_value_is_used_and_not_written(
     meant = f"before plain words that name nothing after five5 in {tmp_path} and by default"
     assert config.compile["whole"].options == {"note": meant}  # type: ignore[attr-defined]
     assert f"+compile.whole.options={{note:'{text}'}}" in command  # type: ignore[operator]
-    made = described(config, command)  # type: ignore[arg-type]
+    made = initial_record(config, command)  # type: ignore[arg-type]
     shown = f"before *** after five5 in {tmp_path} and by default"
     assert made.config["compile"]["whole"]["options"] == {"note": shown}, "what TensorBoard gets"
     assert "plain words" not in json.dumps(row_texts := hyperparameters(made))

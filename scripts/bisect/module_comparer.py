@@ -1,4 +1,4 @@
-"""Bench: a few eager steps of a training, in which each region is compiled and compared with eager at its first call.
+"""ModuleComparer: a few eager steps, in which each region is compiled and compared with eager at its first call.
 
 The comparison is that of a run (``strategies.region_check``), on copies of the inputs. Where a region is not eager's,
 or does not compile, what it calls is looked at in the same way, down to the smallest submodule at fault. The training
@@ -47,7 +47,7 @@ Saw = Callable[[ComparedModule], object]
 """Called with each submodule once it was looked at, before its children are."""
 
 
-class Bench:
+class ModuleComparer:
     """Looks at what strategies compile.
 
     Args:
@@ -163,10 +163,10 @@ def bisect_config(config: Config, strategies: Sequence[Strategy], saw: Saw, begi
 
     Raises ValueError for bad input, and where nothing can be compared.
     """
-    made: list[BenchCallback] = []
+    made: list[BisectCallback] = []
 
     def callbacks(compile_: Compile) -> list[L.Callback]:
-        made.append(BenchCallback(compile_, strategies, saw, begins))
+        made.append(BisectCallback(compile_, strategies, saw, begins))
         return [compile_, *made]
 
     with training(
@@ -195,7 +195,7 @@ def bisect_module(
     """
     kept, _ = searched(strategies)
     compile_ = Compile(not_compiling(kept), parity="off", measure_peak=False, save=False, verbose=False, **declared)
-    callback = BenchCallback(compile_, kept, saw)
+    callback = BisectCallback(compile_, kept, saw)
     module = copy.deepcopy(module)
     with tempfile.TemporaryDirectory(prefix="bisect-") as folder:
         trainer = throwaway_trainer(folder, module, [compile_, callback], max_epochs=1, limit_val_batches=0)
@@ -208,7 +208,7 @@ def not_compiling(strategies: Iterable[Strategy]) -> list[Strategy]:
     return [one for one in strategies if one.stage is not Stage.MODULE]
 
 
-class BenchCallback(L.Callback):
+class BisectCallback(L.Callback):
     """Comes after ``Compile`` in the trainer's callbacks, and ends after one batch of each shape, or at a fault."""
 
     def __init__(
@@ -218,7 +218,7 @@ class BenchCallback(L.Callback):
         self._strategies = [one for one in strategies if one.stage is Stage.MODULE]
         for strategy in self._strategies:
             strategy.check()
-        self._bench: Bench | None = None
+        self._bench: ModuleComparer | None = None
         self._chosen: dict[str, Any] = {}  # by dtypes and shapes of the tensors
         self._looks: list[ComparedModule] = []
         self._batches = 0
@@ -242,7 +242,7 @@ class BenchCallback(L.Callback):
         program = dataclasses.replace(program, regions=[], kinds={}, settings={}, report={}, checking=Checking())
         apply(self._strategies, program)
         self._around.enter_context(compiler_settings(program.settings))
-        self._bench = Bench(program, self._saw)
+        self._bench = ModuleComparer(program, self._saw)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -1,7 +1,7 @@
-"""Habits: small Lightning modules whose training step depends on ordinary Python state, as researchers write them.
+"""Small Lightning modules whose training step depends on ordinary Python state, as researchers write them.
 
-Each is trained in eager and captured, on the CPU (``test_captured_habits.py``) and on a GPU (``tests/gpu``); the losses
-must be the same, step by step.
+Each is trained in eager and captured, on the CPU (``test_captured_python_state.py``) and on a GPU (``tests/gpu``); the
+losses must be the same, step by step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Hyperparameters:
 
 
 class Plain(L.LightningModule):
-    """Two layers; the loss is scaled by ``scale``, which each habit gets from somewhere else."""
+    """Two layers; the loss is scaled by ``scale``, which each module gets from somewhere else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Plain(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
-HABITS: dict[str, tuple[type[Plain], str | None]] = {}
+MODULES: dict[str, tuple[type[Plain], str | None]] = {}
 """By name: the module, and a part of the reason why it is not captured for good; None where it stays captured."""
 CALLBACKS: dict[str, Callable[[], L.Callback]] = {}
 
 
-def habit(reason: str | None) -> Callable[[type[Plain]], type[Plain]]:
+def case(reason: str | None) -> Callable[[type[Plain]], type[Plain]]:
     def add(kind: type[Plain]) -> type[Plain]:
-        HABITS[kind.__name__] = kind, reason
+        MODULES[kind.__name__] = kind, reason
         return kind
 
     return add
@@ -72,12 +72,12 @@ def wave(step: int) -> float:
 # ---- what does not change -------------------------------------------------------------------------------------------
 
 
-@habit(None)
+@case(None)
 class ReadsNothing(Plain):
     pass
 
 
-@habit(None)
+@case(None)
 class TakesAGradientByItsBatch(Plain):
     """As potentials and gradient penalties do; the batch requires a gradient afterwards."""
 
@@ -89,7 +89,7 @@ class TakesAGradientByItsBatch(Plain):
         return (outputs - targets).square().mean() + slope.square().mean()
 
 
-@habit(None)
+@case(None)
 class HasConstantsEverywhere(Plain):
     factor = 2.0
 
@@ -101,7 +101,7 @@ class HasConstantsEverywhere(Plain):
         return self.factor * self.weights[1] * self.names["scale"] * SCALE * SETTINGS["scale"] * Hyperparameters.scale
 
 
-@habit(None)
+@case(None)
 class ReadsHyperparameters(Plain):
     """As ``save_hyperparameters`` and Hydra leave them."""
 
@@ -115,7 +115,7 @@ class ReadsHyperparameters(Plain):
         return self.hparams.scale * self.config.loss.scale * self.config["loss"]["kinds"][1] * self.arguments.scale
 
 
-@habit(None)
+@case(None)
 class CountsWithoutReading(Plain):
     """A callback's or hook's counter, of which the step knows nothing."""
 
@@ -125,7 +125,7 @@ class CountsWithoutReading(Plain):
         self.seen += 1
 
 
-@habit(None)
+@case(None)
 class FillsABuffer(Plain):
     """What the messages advise."""
 
@@ -140,7 +140,7 @@ class FillsABuffer(Plain):
         return self.kl
 
 
-@habit(None)
+@case(None)
 class CachesInItsFirstStep(Plain):
     cache: Tensor | None = None
 
@@ -150,7 +150,7 @@ class CachesInItsFirstStep(Plain):
         return self.cache
 
 
-@habit(None)
+@case(None)
 class MovesATeacher(Plain):
     """Weights that the step itself writes to, not the optimizer."""
 
@@ -174,7 +174,7 @@ def remembered_settings(kind: str) -> dict[str, float]:
     return {kind: SETTINGS[kind]}
 
 
-@habit(None)
+@case(None)
 class CallsAMemo(Plain):
     """A stored answer that is cleared once, and one that somebody changes in its place."""
 
@@ -194,7 +194,7 @@ class CallsAMemo(Plain):
         return remembered("scale") * remembered_settings("scale")["scale"]
 
 
-@habit("remembered")
+@case("remembered")
 class ClearsItsMemoEveryStep(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         remembered.cache_clear()
@@ -204,7 +204,7 @@ class ClearsItsMemoEveryStep(Plain):
         return remembered("scale")
 
 
-@habit(None)
+@case(None)
 class ChangesOnceInAWhile(Plain):
     """A schedule by epoch."""
 
@@ -217,14 +217,14 @@ class ChangesOnceInAWhile(Plain):
         return self.temperature
 
 
-@habit(None)
+@case(None)
 class Freezes(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 10:
             self.net[0].requires_grad_(False)
 
 
-@habit(None)
+@case(None)
 class SwitchesToEval(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -237,28 +237,28 @@ class SwitchesToEval(Plain):
         return super().training_step((self.norm(batch[0]), batch[1]), batch_idx)
 
 
-@habit(None)
+@case(None)
 class AddsAHookLater(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 10:
             self.net[0].register_forward_hook(lambda module, given, output: output * 2)
 
 
-@habit(None)
+@case(None)
 class ReplacesALayer(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 10:
             self.net[1] = nn.ReLU()
 
 
-@habit(None)
+@case(None)
 class ReplacesAMethod(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 10:
             self.scale = lambda batch_idx: 3.0  # type: ignore[method-assign]
 
 
-@habit(None)
+@case(None)
 class AddsAParameterLater(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class AddsAParameterLater(Plain):
         return 1.0 if self.extra is None else self.extra
 
 
-@habit(None)
+@case(None)
 class ReplacesATiedWeight(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -288,14 +288,14 @@ class ReplacesATiedWeight(Plain):
         return super().training_step((self.tied(batch[0]), batch[1]), batch_idx)
 
 
-@habit(None)
+@case(None)
 class SwapsTheDataOfAWeight(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 10:
             self.net[0].weight.data = self.net[0].weight.data.clone() * 0.5
 
 
-@habit(None)
+@case(None)
 class ResetsTheOptimizer(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 10:
@@ -312,7 +312,7 @@ def reads(
     put: Callable[[Any, float], Any] = lambda self, value: None,
     make: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """A habit: ``look`` is the scale, ``put`` changes it before each step, ``make`` makes the attributes."""
+    """A module: ``look`` is the scale, ``put`` changes it before each step, ``make`` makes the attributes."""
 
     def __init__(self: Any) -> None:
         Plain.__init__(self)
@@ -326,10 +326,10 @@ def reads(
         put(self, wave(self.global_step))
 
     body = {"__init__": __init__, "scale": scale, "on_train_batch_start": on_train_batch_start}
-    HABITS[name] = type(name, (Plain,), body), reason
+    MODULES[name] = type(name, (Plain,), body), reason
 
 
-@habit("global_step")
+@case("global_step")
 class PropertyReadsGlobalStep(Plain):
     @property
     def kl(self) -> float:
@@ -339,13 +339,13 @@ class PropertyReadsGlobalStep(Plain):
         return self.kl
 
 
-@habit("batch_idx")
+@case("batch_idx")
 class ReadsBatchIndex(Plain):
     def scale(self, batch_idx: int) -> Any:
         return wave(batch_idx)
 
 
-@habit("batch_idx")
+@case("batch_idx")
 class ReturnsBatchIndex(Plain):
     """Without using it."""
 
@@ -353,7 +353,7 @@ class ReturnsBatchIndex(Plain):
         return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
 
 
-@habit("train_dataloader.dataset")
+@case("train_dataloader.dataset")
 class ReadsItsDataSet(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.trainer.train_dataloader.dataset.scale = wave(self.global_step)
@@ -362,7 +362,7 @@ class ReadsItsDataSet(Plain):
         return self.trainer.train_dataloader.dataset.scale
 
 
-@habit("self.drop.p")
+@case("self.drop.p")
 class ScheduledDropout(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -477,7 +477,7 @@ reads(
 )  # fmt: skip
 
 
-@habit("callback_metrics")
+@case("callback_metrics")
 class ReadsALoggedMetric(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -503,7 +503,7 @@ reads(
 )  # fmt: skip
 
 
-@habit("changes self.count")
+@case("changes self.count")
 class CountsInTheStep(Plain):
     count = 0
 
@@ -512,7 +512,7 @@ class CountsInTheStep(Plain):
         return 1.0 if self.count % 3 else 2.0
 
 
-@habit("changes self.last")
+@case("changes self.last")
 class KeepsItsLastLoss(Plain):
     last: Any = 0.0
 
@@ -522,7 +522,7 @@ class KeepsItsLastLoss(Plain):
         return loss
 
 
-@habit("entries of self.losses")
+@case("entries of self.losses")
 class AppendsLosses(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -534,7 +534,7 @@ class AppendsLosses(Plain):
         return loss
 
 
-@habit("changes global SCALE")
+@case("changes global SCALE")
 class CountsInAGlobal(Plain):
     def scale(self, batch_idx: int) -> Any:
         global SCALE
@@ -542,7 +542,7 @@ class CountsInAGlobal(Plain):
         return SCALE
 
 
-@habit("changes self.accuracy")
+@case("changes self.accuracy")
 class CountsInAMetric(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -557,7 +557,7 @@ class CountsInAMetric(Plain):
         return loss
 
 
-@habit("a backward hook on net.0")
+@case("a backward hook on net.0")
 class HasABackwardHook(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -565,14 +565,14 @@ class HasABackwardHook(Plain):
         self.net[0].register_full_backward_hook(lambda *_: None)
 
 
-@habit("a hook on the parameter net.0.weight")
+@case("a hook on the parameter net.0.weight")
 class HasAGradientHook(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.net[0].weight.register_hook(lambda gradient: gradient * wave(self.global_step))
 
 
-@habit("use self.log")
+@case("use self.log")
 class LogsToTheLogger(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -586,7 +586,7 @@ class SetsKl(L.Callback):
         pl_module.kl = wave(trainer.global_step)
 
 
-@habit("self.kl")
+@case("self.kl")
 class AttributeSetByACallback(Plain):
     kl = 1.0
 
@@ -597,7 +597,7 @@ class AttributeSetByACallback(Plain):
 CALLBACKS["AttributeSetByACallback"] = SetsKl
 
 
-@habit("LambdaCallback.on_after_backward")
+@case("LambdaCallback.on_after_backward")
 class HasALambdaCallback(Plain):
     pass
 
