@@ -38,9 +38,9 @@ class MethodRegion(Region):
 
     module: Method
 
-    def stand(self, standing: bool) -> None:
+    def replace_call(self, standing: bool) -> None:
         """The method is an attribute of the owner's own meanwhile, found before that of its class."""
-        super().stand(standing)
+        super().replace_call(standing)
         attributes, name = vars(self.module.owner), self.path.rpartition(".")[2]
         if standing:
             attributes[name] = self.module

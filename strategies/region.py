@@ -5,7 +5,7 @@
     compiled   calls of proven kinds run compiled
     failed     it did not compile, or was not eager's: eager for good, for a reason
 
-States change between steps, in ``Region.set_state``. ``StandIn.stand`` is the only writer of torch's
+States change between steps, in ``Region.set_state``. ``StandIn.replace_call`` is the only writer of torch's
 ``_compiled_call_impl``. Outside of a step or an evaluation the module is plain, and so it is where tracers, dispatch
 modes or transforms look at it.
 """
@@ -261,7 +261,7 @@ class StandIn:
         self.module = module
         self.before: Callable[..., Any] | None = None
 
-    def stand(self, standing: bool) -> None:
+    def replace_call(self, standing: bool) -> None:
         """Take the module's call, or give it back."""
         attributes = vars(self.module)
         now = attributes.get("_compiled_call_impl")
@@ -340,7 +340,7 @@ class Region(StandIn):
         self.state, self.reason = state, reason or self.reason
         if active is not None:
             self._active = active
-        self.stand(self._active and state in (State.CHECKING, State.COMPILED))
+        self.replace_call(self._active and state in (State.CHECKING, State.COMPILED))
 
     def activate(self, active: bool) -> None:
         """A step or an evaluation begins, or is over."""

@@ -220,10 +220,10 @@ class Network(StandIn):
         if variant is None:
             ready = kind.calls >= FIRST_CALLS and of.ready
             if ready and not kind.watched:
-                return self._watched(kind, args, kwargs)
+                return self._run_watched(kind, args, kwargs)
             if ready:
                 self._observe(kind, args, kwargs)
-            return self._first(kind, args, kwargs)
+            return self._run_first(kind, args, kwargs)
         lane = self._free_lane()
         if lane is None:
             return self._run_without_graph(args, kwargs)
@@ -231,15 +231,15 @@ class Network(StandIn):
             lane = next((one for one in self._lanes if one not in variant.graphs), lane)
         graph = variant.graphs.get(lane)
         if graph is None and any(not one.free for one in self._lanes):
-            return self._first(kind, args, kwargs)
+            return self._run_first(kind, args, kwargs)
         audit = graph is not None and variant.due and not of.checking.audited
         if audit and of.parts.due() and self._deferred < MAX_DEFERRED:  # regions within are looked at first
             self._deferred += 1
-            return self._first(kind, args, kwargs)
+            return self._run_first(kind, args, kwargs)
         if graph is None or audit:
             if audit or of.ready:
                 self._prove(kind, variant, lane, args, kwargs)
-            return self._first(kind, args, kwargs)
+            return self._run_first(kind, args, kwargs)
         kind.replays += 1
         self.replays += 1
         return self.replayed(graph, lane, args, kwargs)
@@ -262,7 +262,7 @@ class Network(StandIn):
         modes = (torch.is_grad_enabled(), self.module.training, torch.is_inference_mode_enabled(), *_autocast())
         return (tree, others, layouts, modes), tensors
 
-    def _first(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
+    def _run_first(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
         """A call without a graph, of a kind that may get one; libraries take the path that they take in a capture."""
         self.of.waiting = True
         kind.calls += 1
@@ -288,7 +288,7 @@ class Network(StandIn):
 
     # ---- a graph ---------------------------------------------------------------------------------------------------
 
-    def _watched(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
+    def _run_watched(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
         """The real call, in eager: what changes something on the host must not run on copies."""
         state = RegionState(self.module, (args, kwargs))
         if found := [*state.cannot_restore, *state.may_change, *map(str, state.large)]:
@@ -297,13 +297,13 @@ class Network(StandIn):
         recorder, logs = HostRecorder(self.of.device, self.of.unreadable_types()), list[str]()
 
         def call() -> Any:
-            return self._first(kind, args, kwargs)
+            return self._run_first(kind, args, kwargs)
 
         def of_weights() -> list[dict[str, int]]:
             return [{name: id(one) for name, one in vars(weight).items()} for weight in self.module.parameters()]
 
         before = of_weights()
-        with _noting_logs(self.module, recorder, logs), self._recorded(recorder, call):
+        with _noting_logs(self.module, recorder, logs), self._recording(recorder, call):
             result = call()
         if of_weights() != before:
             logs.append("changes an attribute of a parameter, which a replay would not")
@@ -313,7 +313,7 @@ class Network(StandIn):
         return result
 
     @contextlib.contextmanager
-    def _recorded(self, recorder: HostRecorder, call: Callable[..., Any]) -> Iterator[None]:
+    def _recording(self, recorder: HostRecorder, call: Callable[..., Any]) -> Iterator[None]:
         """Inside, what ``call`` reads on the host is recorded; nothing runs compiled."""
         name = f"{self.path}." if self.path else "self."
         with (
@@ -363,7 +363,7 @@ class Network(StandIn):
                 torch.autograd.grad(wanted, of_grad, [torch.ones_like(one) for one in wanted], allow_unused=True)
 
         multithreading = torch.autograd.set_multithreading_enabled(False)
-        with multithreading, without_hooks(module), self._recorded(recorder, call):
+        with multithreading, without_hooks(module), self._recording(recorder, call):
             call()
         return recorder.state(), list(recorder.problems)
 
@@ -751,7 +751,7 @@ class NetworkGraphs:
             self.waiting = False
             self._leave_regions()
         for one in self.networks if active else reversed(self.networks):
-            one.stand(active and one.reason is None)
+            one.replace_call(active and one.reason is None)
         if not active:
             self._settle()
 

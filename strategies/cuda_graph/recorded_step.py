@@ -124,7 +124,7 @@ class RecordedStep:
         self.inputs, self.ends, self.results, self.starts = [], [], {}, Copies([], on_host=True)
 
 
-class Repeating:
+class StepRecorder:
     """Records steps on ``device`` and lets graphs repeat them.
 
     Args:

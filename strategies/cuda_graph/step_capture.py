@@ -25,7 +25,7 @@ from strategies.cuda_graph.batch_index import IndexWatch
 from strategies.cuda_graph.host_recorder import HostRecorder
 from strategies.cuda_graph.host_state import HostState, Value, named
 from strategies.cuda_graph.network import backward_hooks
-from strategies.cuda_graph.recorded_step import Left, Repeating, tensors_of
+from strategies.cuda_graph.recorded_step import Left, StepRecorder, tensors_of
 from strategies.cuda_graph.step_graphs import (
     Audit,
     CaptureFailed,
@@ -70,7 +70,7 @@ class StepCapture(StepHook):
         graphs.notes, graphs.parts = program.notes, _Parts(program, lambda: self._optimizer)
         if parity != "off":
             unit = rounding_unit(program.precision, loop.device, self._module)
-            graphs.repeating = Repeating(loop.device, parity, unit, random=graphs.random)
+            graphs.repeating = StepRecorder(loop.device, parity, unit, random=graphs.random)
         self._network = program.network
         if self._network is not None:
             self._network.begin(program, graphs.parts, loop.unreadable_types, parity)
@@ -80,11 +80,8 @@ class StepCapture(StepHook):
         for reason in () if graphs.given_up else loop.capture_obstacles():
             self._stop(reason)
         if loop.world_size > 1:
-            graphs.min_over_ranks, graphs.several_ranks, graphs.warmup_steps = (
-                loop.min_over_ranks,
-                True,
-                loop.capture_warmup_steps,
-            )
+            graphs.several_ranks, graphs.min_over_ranks = True, loop.min_over_ranks
+            graphs.warmup_steps = loop.capture_warmup_steps
             if loop.any_rank(graphs.given_up) and not graphs.given_up:
                 self._stop("another process captures no steps")
         self._of: Any = None

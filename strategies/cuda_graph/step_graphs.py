@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from strategies.base import CannotCapture
 from strategies.compile_errors import first_line, users_line
 from strategies.cuda_graph.host_state import HostState
-from strategies.cuda_graph.recorded_step import Left, RecordedStep, Repeating
+from strategies.cuda_graph.recorded_step import Left, RecordedStep, StepRecorder
 from strategies.tolerance import Difference, exceeding
 from strategies.torch_patches import as_capturing
 
@@ -331,7 +331,7 @@ class StepGraphs:
         self.several_ranks = False
         """Whether there are several."""
         self.parts = CompiledParts()
-        self.repeating: Repeating | None = None
+        self.repeating: StepRecorder | None = None
         """Compares graphs with steps that ran without them; None with ``parity=off``."""
         self.holds_copies: Callable[[bool], Any] = lambda holds: None
         """Told before copies for a comparison are made, and once they are gone: their memory is not the training's."""
@@ -374,7 +374,7 @@ class StepGraphs:
             shape = self._shapes.get(key := (kind, pytree.tree_structure(batch), constants, layouts))
         except (CannotCapture, TypeError) as error:
             self.reject(f"the batch: {error}")
-            self._agreed(Plan.EAGER)
+            self._agreed_plan(Plan.EAGER)
             return self.eager(calls.run, batch)
         if shape is None:
             described = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
@@ -388,20 +388,20 @@ class StepGraphs:
         if variant is not None:
             shape.variants.remove(variant)
             shape.variants.append(variant)
-        own = self._planned(shape, variant)
-        plan = self._agreed(own, self.unfit)
+        own = self._own_plan(shape, variant)
+        plan = self._agreed_plan(own, self.unfit)
         if plan is Plan.CAPTURE and not self._same_record():
             plan = Plan.RECORD
         self.done_capturing = plan is Plan.REPLAY or (plan is Plan.EAGER and shape.rejected)
         if plan is Plan.OBSERVE and own is Plan.OBSERVE:
-            return self._observed(shape, batch, tensors, calls)
+            return self._run_observed(shape, batch, tensors, calls)
         if plan < Plan.RECORD:
             return self._run_without_graph(shape, batch, calls)
         assert variant is not None
         if plan is Plan.RECORD:
-            return self._recorded(shape, variant, batch, tensors, calls)
+            return self._run_recorded(shape, variant, batch, tensors, calls)
         if plan is Plan.AUDIT:
-            return self._audited(shape, variant, batch, tensors, calls)
+            return self._run_audited(shape, variant, batch, tensors, calls)
         if plan is Plan.CAPTURE:
             needs_proof, fresh = self._needs_proof(), variant.replay is None
             self._capture(shape, variant, batch, calls)
@@ -457,7 +457,7 @@ class StepGraphs:
 
     def release(self) -> None:
         """Let go of all graphs and their memory, also where the traceback of an error still holds a shape."""
-        self._drop()
+        self._drop_record()
         for shape in self._shapes.values():
             shape.variants.clear()
 
@@ -477,7 +477,7 @@ class StepGraphs:
             **({} if self.repeating is None else {"parity": self._parity(self.repeating)}),
         }
 
-    def _parity(self, repeating: Repeating) -> dict[str, Any]:
+    def _parity(self, repeating: StepRecorder) -> dict[str, Any]:
         last: dict[str, Audit] = {one.name: one for one in self.audits}
         failed = not all(one.passed for one in last.values())
         largest = max((one.largest for one in self.audits if one.largest is not None), key=_share, default=None)
@@ -499,11 +499,11 @@ class StepGraphs:
 
     # ---- what to do with a step ------------------------------------------------------------------------------------
 
-    def _planned(self, shape: Shape, variant: Variant | None) -> Plan:
+    def _own_plan(self, shape: Shape, variant: Variant | None) -> Plan:
         """What this process can do with a step of ``shape``, in the state of ``variant``."""
         if shape.rejected or self._left_out:
             return Plan.EAGER
-        waiting = self._waiting()
+        waiting = self._waiting_variant()
         if variant is not None and variant.replay is not None:
             if waiting is not None and self.several_ranks:  # until all are at steps like those that they recorded
                 return Plan.CAPTURE if waiting is variant else Plan.EAGER
@@ -536,12 +536,12 @@ class StepGraphs:
             return Plan.RECORD
         return Plan.CAPTURE if waiting is variant else Plan.EAGER
 
-    def _waiting(self) -> Variant | None:
+    def _waiting_variant(self) -> Variant | None:
         """Whose graph a recorded step waits for."""
         if self._record is None:
             return None
         if self._number - self._record[1].number > MAX_WAIT:
-            self._drop()
+            self._drop_record()
             self._dropped += 1
             return None
         return self._record[0]
@@ -557,7 +557,7 @@ class StepGraphs:
         audits = [each.audits for _, each in self._captured()]
         return variant.audits <= min(audits) or self._waited >= 2 * len(audits)
 
-    def _agreed(self, plan: Plan, changes: StateChanges | None = None) -> Plan:
+    def _agreed_plan(self, plan: Plan, changes: StateChanges | None = None) -> Plan:
         """What all processes do with this step. Raises StateChanges where one of them is to give up."""
         agreed = Plan(self.min_over_ranks(plan if changes is None else Plan.GIVE_UP))
         if agreed is Plan.GIVE_UP:
@@ -580,13 +580,13 @@ class StepGraphs:
             if not self._left_out:
                 shape.steady = self.parts.steady()
         else:
-            results = self._watched(shape, batch, calls)
+            results = self._run_watched(shape, batch, calls)
         if not self._left_out:
             shape.seen = True
             self._looks &= not shape.steady
         return results
 
-    def _watched(self, shape: Shape, batch: Any, calls: StepCalls) -> Any:
+    def _run_watched(self, shape: Shape, batch: Any, calls: StepCalls) -> Any:
         """Without a graph, looking for what no capture permits; again and again, for a first step may fill a cache."""
         with self._engine.watching() as waits:
             results = self.eager(calls.run, batch, for_good=False)
@@ -601,40 +601,40 @@ class StepGraphs:
             if shape.observations >= MAX_OBSERVATIONS:
                 self._reject_shape(shape, "; ".join(list(dict.fromkeys(problems))[:3]))
 
-    def _observed(self, shape: Shape, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
+    def _run_observed(self, shape: Shape, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
         """Observed; and recorded at once where it runs what a captured one does."""
         record = None
         wanted = self._needs_proof() and self._dropped < MAX_RECORDS
         if wanted and not self.several_ranks and self._record is None and calls.is_plain():
-            record = self._begin(tensors, None, calls)
+            record = self._begin_record(tensors, None, calls)
         self.eager_count += 1
         results, observation = self._engine.eager(lambda: calls.observe(batch))
         self._in_vain(shape, observation.problems)
         if observation.problems:
             if record is not None:
-                self._free(record)
+                self._free_record(record)
             return results
         variant = Variant([observation.state], dict(observation.changed))
         shape.variants[:] = [*shape.variants[1 - MAX_VARIANTS :], variant]
         if record is not None:
-            self._end(variant, record, results, calls)
+            self._end_record(variant, record, results, calls)
         return results
 
-    def _recorded(self, shape: Shape, variant: Variant, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
-        self._drop()
-        record = self._begin(tensors, variant, calls)
+    def _run_recorded(self, shape: Shape, variant: Variant, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
+        self._drop_record()
+        record = self._begin_record(tensors, variant, calls)
         self.parts.begin()
         with self.parts.alone():
-            results = self._watched(shape, batch, calls)
+            results = self._run_watched(shape, batch, calls)
         if record is not None:
-            self._end(variant, record, results, calls)
+            self._end_record(variant, record, results, calls)
         as_captured = shape.steady and not shape.waits
         if not self.min_over_ranks(self._record is not None and as_captured):
-            self._drop()
+            self._drop_record()
             self._dropped += bool(self.min_over_ranks(as_captured))
         return results
 
-    def _begin(self, tensors: list[Tensor], variant: Variant | None, calls: StepCalls) -> RecordedStep | None:
+    def _begin_record(self, tensors: list[Tensor], variant: Variant | None, calls: StepCalls) -> RecordedStep | None:
         assert self.repeating is not None
         self.holds_copies(True)
         copies = [one.clone() for one in tensors]
@@ -644,21 +644,21 @@ class StepGraphs:
             self.holds_copies(False)
         return record
 
-    def _end(self, variant: Variant, record: RecordedStep, results: Any, calls: StepCalls) -> None:
+    def _end_record(self, variant: Variant, record: RecordedStep, results: Any, calls: StepCalls) -> None:
         assert self.repeating is not None
         done = self.repeating.end(record, self._state(variant, calls), calls.left(results), later=True)
         self._record = None if done is None else (variant, record)
         if done is None:
-            self._free(record)
+            self._free_record(record)
 
-    def _free(self, record: RecordedStep) -> None:
+    def _free_record(self, record: RecordedStep) -> None:
         record.free()
         self.holds_copies(False)
 
-    def _drop(self) -> None:
+    def _drop_record(self) -> None:
         """Forget the recorded step, if there is one."""
         if self._record is not None:
-            self._free(self._record[1])
+            self._free_record(self._record[1])
             self._record = None
 
     def _no_memory(self) -> None:
@@ -714,16 +714,16 @@ class StepGraphs:
         if self._record is None:
             variant.trusted = False
             raise NotRun(f"{shape.name}: no step like it was recorded, so that the graph repeats this one")
-        repeats = self._repeats(shape, variant, self._record[1], calls, fresh=fresh)
-        self._drop()
+        repeats = self._graph_repeats(shape, variant, self._record[1], calls, fresh=fresh)
+        self._drop_record()
         if not repeats:
             raise NotRun(f"{shape.name}: the graph did not repeat a step that ran without it, and is looked at again")
 
-    def _audited(self, shape: Shape, variant: Variant, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
+    def _run_audited(self, shape: Shape, variant: Variant, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
         """Without its graph, which repeats the step then; what the step has left in Python stays."""
         assert self.repeating is not None
         self._wants_audit = False
-        record, done = self._begin(tensors, variant, calls), None
+        record, done = self._begin_record(tensors, variant, calls), None
         self.parts.begin()
         with self.parts.alone():
             results = self.eager(calls.run, batch, for_good=False)
@@ -733,7 +733,7 @@ class StepGraphs:
         variant.audits += 1
         if self.min_over_ranks(record is not None and done is not None):
             assert record is not None
-            self._repeats(shape, variant, record, calls, fresh=False)
+            self._graph_repeats(shape, variant, record, calls, fresh=False)
         elif not steady:  # once more
             self._deferred += 1
             self._wants_audit = self._deferred <= MAX_DEFERRED
@@ -741,10 +741,12 @@ class StepGraphs:
             reason = self.repeating.short or "a step of it puts other tensors in the place of some"
             self.unfit = StateChanges(f"{shape.name}: nothing can prove its graph: {reason}")
         if record is not None:
-            self._free(record)
+            self._free_record(record)
         return results
 
-    def _repeats(self, shape: Shape, variant: Variant, record: RecordedStep, calls: StepCalls, *, fresh: bool) -> bool:
+    def _graph_repeats(
+        self, shape: Shape, variant: Variant, record: RecordedStep, calls: StepCalls, *, fresh: bool
+    ) -> bool:
         """Whether the graph of ``variant`` leaves what the recorded step has left, in all processes. ``fresh``: it has
         just been captured, and its gradients are where it has put them."""
         assert self.repeating is not None

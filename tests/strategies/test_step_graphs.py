@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from strategies.base import CannotCapture
 from strategies.cuda_graph.host_state import HostState, named
-from strategies.cuda_graph.recorded_step import Repeating
+from strategies.cuda_graph.recorded_step import StepRecorder
 from strategies.cuda_graph.step_graphs import (
     MAX_CHANGES,
     MAX_OBSERVATIONS,
@@ -113,8 +113,8 @@ def doubled(graphs: StepGraphs, rows: int, *, kind: str = "step") -> Tensor:
     return multiplied(graphs, rows, Host(), kind=kind)
 
 
-def compared(graphs: StepGraphs, mode: str = "on") -> Repeating:
-    graphs.repeating = Repeating(torch.device("cpu"), mode, random=graphs.random)
+def compared(graphs: StepGraphs, mode: str = "on") -> StepRecorder:
+    graphs.repeating = StepRecorder(torch.device("cpu"), mode, random=graphs.random)
     return graphs.repeating
 
 
@@ -509,7 +509,7 @@ def test_steps_left_out_run_in_python_and_graphs_stay(engine: Failing) -> None:
 def test_a_replay_that_is_one_percent_off_is_found_in_every_precision(unit: float) -> None:
     host, weight = Host(), torch.ones(64)
     graphs = StepGraphs(Faulty(weight))
-    graphs.repeating = Repeating(torch.device("cpu"), "on", unit, random=graphs.random)
+    graphs.repeating = StepRecorder(torch.device("cpu"), "on", unit, random=graphs.random)
     for _ in range(3):
         multiplied(graphs, 4, host, weight=weight)
     assert [one.passed for one in graphs.audits] == [False, False]

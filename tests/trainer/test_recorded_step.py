@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies.cuda_graph.recorded_step import Repeating
+from strategies.cuda_graph.recorded_step import StepRecorder
 from strategies.tolerance import UNITS
 from tests.trainer.capturing import Captured
 from tests.trainer.recording import Recorded, RecordingEngine
@@ -115,7 +115,7 @@ def test_a_tensor_of_the_users_own_is_put_back_too(tmp_path: Path) -> None:
 def test_what_an_optimizer_made_of_rounding_is_no_difference() -> None:
     """Adam divides a gradient by its own size: where that is all rounding, two runs of one step move a weight apart."""
     random = torch.get_rng_state, torch.set_rng_state
-    repeating = Repeating(torch.device("cpu"), "on", unit=UNITS["bf16"], random=random)
+    repeating = StepRecorder(torch.device("cpu"), "on", unit=UNITS["bf16"], random=random)
     torch.manual_seed(0)
     start, mean = torch.randn(3000), torch.randn(3000)
     mean[:1000] = 1e-9

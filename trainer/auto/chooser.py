@@ -214,7 +214,7 @@ class Chooser(StepHook):
             if arm is self._best:  # it trained before, so that something else is wrong
                 raise error or RuntimeError(f"auto: another process could not go back to {arm.name}")
             reason = str(error) if isinstance(error, ValueError) else one_line(error) if error else None
-            self._fail(arm, reason or "another process failed")
+            self._drop_arm(arm, reason or "another process failed")
         elif arm is self._best:
             self._decide()
 
@@ -226,19 +226,19 @@ class Chooser(StepHook):
         self._look_at = len(self._steps) + CHECK_EVERY
         reason = None if arm is self._base else self._gave_up(arm)
         if reason is not None:
-            self._fail(arm, reason)
+            self._drop_arm(arm, reason)
             return
         if self._settled is None:
-            if len(self._steps) < MAX_SETTLE_STEPS and self._loop.any_rank(self._settles()):
+            if len(self._steps) < MAX_SETTLE_STEPS and self._loop.any_rank(self._still_settling()):
                 return
             if arm.captured and not self._loop.all_ranks(self._program.replays > 0):
-                self._fail(arm, f"no step was captured in {len(self._steps)} steps")
+                self._drop_arm(arm, f"no step was captured in {len(self._steps)} steps")
                 return
             self._settled = len(self._steps) - (0 if arm is self._base else QUIET_STEPS)
             self._look_at = self._settled + TIMED_STEPS
             return
         self._telemetry.meter.time_steps()
-        found = self._loop.broadcast(self._found(arm))
+        found = self._loop.broadcast(self._judged(arm))
         if found is None:
             return
         arm.by_shape, arm.step_seconds, arm.setup_seconds, arm.never_waited_steps, stays = found
@@ -248,7 +248,7 @@ class Chooser(StepHook):
             arm.stepped_back_at_step = self._loop.steps_done
         self._look_for_next()
 
-    def _settles(self) -> bool:
+    def _still_settling(self) -> bool:
         """Whether something is still being prepared."""
         program = self._program
         busy = program.found is not None
@@ -256,7 +256,7 @@ class Chooser(StepHook):
         busy |= self._on.captured and not (program.capture_settled and program.replays)
         return busy or not all(one.steady for one in self._steps[-QUIET_STEPS:])
 
-    def _found(self, arm: Arm) -> tuple[dict[Any, list[float]], float, float, int | None, bool] | None:
+    def _judged(self, arm: Arm) -> tuple[dict[Any, list[float]], float, float, int | None, bool] | None:
         """What was measured of ``arm``, and whether it stays; None where more steps have to be timed."""
         timed = [one for one in self._steps[self._settled :] if one.steady]
         seconds = [one.step.seconds for one in timed]
@@ -301,7 +301,7 @@ class Chooser(StepHook):
         reasons = [why for part, why in program.eager_parts.items() if self._eager_parts.get(part) != why]
         return next(iter(reasons), "nothing of it could be compiled") if self._loop.any_rank(lost) else None
 
-    def _fail(self, arm: Arm, reason: str) -> None:
+    def _drop_arm(self, arm: Arm, reason: str) -> None:
         """Go on without ``arm``; what eager's steps cannot be captured for holds for compiled ones, too."""
         arm.failed = reason
         if (arm.module, arm.captured) == (EAGER, True):

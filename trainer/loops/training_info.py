@@ -1,4 +1,4 @@
-"""Where a training logs, as the framework that runs it says."""
+"""What is known of a training beside its ``Loop``, as the framework that runs it says: where it logs, its settings."""
 
 from __future__ import annotations
 

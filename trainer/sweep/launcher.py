@@ -38,7 +38,7 @@ from rich.console import Console
 import __main__
 from trainer.advice import program
 from trainer.config import to_config
-from trainer.process import handled, present_handlers
+from trainer.process import present_handlers, signal_handlers
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run
@@ -97,7 +97,7 @@ class IsolatedLauncher(Launcher):
         directory = Path(str(self._config.hydra.sweep.dir))
         signals: list[int] = []  # those to stop, as they arrive: the running cell decides how it ends
         handlers = dict.fromkeys(present_handlers(), lambda number, _: signals.append(number))
-        with plan.alone(directory), handled(handlers):
+        with plan.alone(directory), signal_handlers(handlers):
             command = plan.again(sys.argv[1:], directory)
             cells = self._cells(job_overrides, directory)
             run_cells(cells, signals, self._console.print)
