@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 ENDS = """
 import atexit, gzip, os, socket, sys, threading, time, zipfile
-from trainer.process import leaving
+from trainer.process import quick_exit
 
 text = open("text", "w")
 text.write("held back")
@@ -42,7 +42,7 @@ class Slow:
 kept = Slow()
 kept.itself = kept
 sys.stdout.write("said")
-with leaving():
+with quick_exit():
     threading.Thread(target=work).start()
     {end}
 """
