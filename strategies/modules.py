@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from strategies.base import Program, Stage, Strategy, wrong
-from strategies.options import ModuleOptions
+from strategies.compile_options import ModuleOptions
 
 HOW = ("mark", "always", "automatic")
 
@@ -25,13 +25,13 @@ CANDIDATES = ("regional", "whole", "second_order", "cuda_graph")
 def compile_children(program: Program, request: ModuleOptions) -> list[str]:
     """Hand each child of the module that owns parameters to the compiler; returns their paths. Where there is none, the
     strategy runs eager."""
-    from strategies.regions import Found, called_for, compile_regions
+    from strategies.regions import Found, callable_paths, compile_regions
 
     paths = [path for path, child in program.module.named_children() if any(True for _ in child.parameters())]
     if not paths:
         program.given_up[request.name] = "the module has no child with parameters to compile"
         program.notes.append(f"{request.name}: {program.given_up[request.name]}; it runs eager")
-    compiled = called_for(program.module, paths)
+    compiled = callable_paths(program.module, paths)
     for path in compiled:
         compile_regions(program, request, [path], small=False)
     program.found = Found(request, tuple(compiled), small=False)
@@ -53,9 +53,9 @@ class Whole(ModuleOptions):
     """Stop with the reason at a graph break instead of splitting the graph."""
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import called_for, compile_regions
+        from strategies.regions import callable_paths, compile_regions
 
-        for path in called_for(program.module, program.whole):
+        for path in callable_paths(program.module, program.whole):
             compile_regions(program, self, [path], small=False)
         if not program.whole and (children := compile_children(program, self)):
             program.notes.append(

@@ -7,9 +7,9 @@ if __name__ == "__main__":
         raise SystemExit(f"error: {error}; crucible doctor says more") from None
 
     working_directory_last()  # before anything is imported that a file there could hide
-    from trainer.process import leaving
+    from trainer.process import quick_exit
 
-    with leaving():
+    with quick_exit():
         from trainer.cli import main
 
         main()

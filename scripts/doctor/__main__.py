@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser
-from scripts.doctor import (
+from scripts.doctor.findings import (
     COMPILES,
     ERROR,
     WARNING,
@@ -33,7 +33,7 @@ from scripts.doctor import (
     shared_names,
     variables,
 )
-from strategies.options import cache_directories
+from strategies.compile_options import cache_directories
 from strategies.remedies import known
 
 EXAMPLES = """\

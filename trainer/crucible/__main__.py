@@ -92,9 +92,9 @@ def complete(arguments: list[str]) -> None:
 def entry() -> None:
     """The console script: the prompt is back with the last line."""
     try:
-        from trainer.process import leaving
+        from trainer.process import quick_exit
 
-        with leaving():
+        with quick_exit():
             sys.exit(main())
     except ImportError:
         if not (line := importlib.import_module("crucible").overwritten()):

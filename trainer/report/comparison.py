@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from trainer.advice import program
 from trainer.report import statistics
 from trainer.report.runs import Cell, Run, deciding, group, parity_of, start_of
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Crossing, Estimate, Ratio, Sample, rounded
-from trainer.telemetry.files import counted, printable
-from trainer.words import program
+from trainer.telemetry.serialization import counted, printable
 
 AT_STEPS = (500, 2000, 20000)
 """Numbers of steps for which total times are given."""
