@@ -137,12 +137,14 @@ def trainings(folder: Path) -> Facts:
     return facts
 
 
-def sharded(folder: Path, broken: str) -> Facts:
+def sharded(folder: Path) -> Facts:
     backends.register()
-    fails = broken == "both" or os.environ["RANK"] == "1"
     facts = {"eager": trained(Blocks(), folder, [], ddp=FSDP2())}
-    for name in (backends.BROKEN_FORWARD, backends.BROKEN_BACKWARD):
-        facts[name] = trained(Blocks(), folder, [Regional(backend=name if fails else "aot_eager")], ddp=FSDP2())
+    for broken in ("both", "one"):
+        fails = broken == "both" or os.environ["RANK"] == "1"
+        for name in (backends.BROKEN_FORWARD, backends.BROKEN_BACKWARD):
+            backend = name if fails else "aot_eager"
+            facts[f"{broken}, {name}"] = trained(Blocks(), folder, [Regional(backend=backend)], ddp=FSDP2())
     return facts
 
 
@@ -204,22 +206,23 @@ ENDS: dict[str, tuple[str, int]] = {
 """By what one process finds, where an option says that it ends the run: the error of both, and the steps until then."""
 
 
-def ended(folder: Path, mode: str) -> dict[str, Any]:
+def ended(folder: Path) -> Facts:
     backends.register()
-    backend = (
-        backends.FAULTY if mode != "broken" else "aot_eager" if os.environ["RANK"] == "0" else backends.BROKEN_BACKWARD
-    )
-    fault = {"broken": 10**9, "wrong": 1, "wrong later": 5}[mode]
+    broken = "aot_eager" if os.environ["RANK"] == "0" else backends.BROKEN_BACKWARD
     options = {"on_compile_error": "fail", "on_difference": "fail"}
-    return trained(Blocks(), folder, [Regional(backend=backend)], fault=fault, **options)
+    faults = {"broken": (broken, 10**9), "wrong": (backends.FAULTY, 1), "wrong later": (backends.FAULTY, 5)}
+    return {
+        mode: trained(Blocks(), folder, [Regional(backend=backend)], fault=fault, **options)
+        for mode, (backend, fault) in faults.items()
+    }
 
 
-@pytest.mark.parametrize("mode", ENDS)
-def test_both_stop_where_an_option_says_so(mode: str, pair: Pair, tmp_path: Path) -> None:
-    error, steps = ENDS[mode]
-    for fact in pair(ended, tmp_path, mode):
-        assert fact["error"].startswith(error)
-        assert fact["steps"] == steps
+def test_both_stop_where_an_option_says_so(pair: Pair, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for rank, facts in enumerate(pair(ended, tmp_path)):
+        for mode, (error, steps) in ENDS.items():
+            with subtests.test(rank=rank, mode=mode):
+                assert facts[mode]["error"].startswith(error)
+                assert facts[mode]["steps"] == steps
 
 
 def test_an_optimizer_that_one_cannot_compile_runs_eager_on_both(processes: list[Facts]) -> None:
@@ -248,13 +251,15 @@ def test_modules_that_optimize_by_hand_are_checked_alike(name: str, processes: l
         assert (facts[f"{name}, right"]["parity"], facts[f"{name}, right"]["audits"][0]) == ("passed", "clean")
 
 
-@pytest.mark.parametrize("broken", ["both", "one"])
-def test_sharded_blocks_that_do_not_compile_run_eager_on_both(broken: str, pair: Pair, tmp_path: Path) -> None:
-    processes = pair(sharded, tmp_path, broken)
-    for facts in processes:
-        for backend in facts.keys() - {"eager"}:
-            assert_finished(facts[backend], processes[0]["eager"]["weights"])
-            assert list(facts[backend]["eager"]) == LAYERS
+def test_sharded_blocks_that_do_not_compile_run_eager_on_both(
+    pair: Pair, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    processes = pair(sharded, tmp_path)
+    for rank, facts in enumerate(processes):
+        for broken in facts.keys() - {"eager"}:
+            with subtests.test(rank=rank, broken=broken):
+                assert_finished(facts[broken], processes[0]["eager"]["weights"])
+                assert list(facts[broken]["eager"]) == LAYERS
 
 
 def test_the_clock_of_the_first_one_chooses_for_both(pair: Pair, tmp_path: Path) -> None:
