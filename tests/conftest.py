@@ -31,14 +31,29 @@ SLOW_FILES = frozenset((ROOT / "tests" / "slow.txt").read_text().split())
 """Test files in tests/ that are slow as a whole: they start processes, browsers or Inductor, or train for seconds."""
 
 
+def groups() -> dict[str, str]:
+    """By file, the group of files that run on one worker (``pytest.mark.xdist_group``), where it is in one."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    found = {str(file.relative_to(ROOT)): re.search(r'xdist_group\("(\w+)"\)', file.read_text()) for file in files}
+    return {file: group[1] for file, group in found.items() if group}
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow; trainings first: their files take longest, and no core should wait at the end."""
+    """Mark what is slow. First comes what takes longest, so that no core waits at the end: pairs of processes, which
+    one worker runs, then the promises, for a worker that has trained nothing before (one that had once took all
+    memory, why is not known), then trainings."""
+    grouped = groups()
+
+    def place(item: pytest.Item) -> int:
+        file = item.path.relative_to(ROOT)
+        return 0 if str(file) in grouped else {"promises": 1, "trainer": 2}.get(file.parent.name, 3)
+
     for item in items:
         name = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
         if name in SLOW_FILES or not {"start_trainer", "pair"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-    items.sort(key=lambda item: item.path.parent.name != "trainer")
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -46,14 +61,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests of one file stay together (``--dist loadfile``), and so do files with one ``xdist_group``."""
     from xdist.scheduler import LoadFileScheduling
 
-    files = (ROOT / "tests").rglob("test_*.py")
-    found = {str(file.relative_to(ROOT)): re.search(r'xdist_group\("(\w+)"\)', file.read_text()) for file in files}
+    grouped = groups()
 
     class ByFileOrGroup(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            group = found.get(file)
-            return group[1] if group else file
+            return grouped.get(file, file)
 
     return ByFileOrGroup(config, log)
 

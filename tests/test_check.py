@@ -14,11 +14,6 @@ from tests.conftest import ROOT
 PROGRAMS = ("ruff", "mypy", "lint-imports", "python", "pip")
 
 
-def both_runs(marks: str) -> list[str]:
-    """Both runs: those of the promises have processes of their own."""
-    return [f"python -m pytest -m {marks} --ignore tests/promises", f"python -m pytest -m {marks} tests/promises"]
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A folder with the command alone, and programs that print how they were called."""
@@ -45,14 +40,19 @@ def test_it_says_what_it_takes_and_runs_all_steps(copy: Path) -> None:
     code, lines, _ = check(copy)
     assert code == 0
     assert "about 26 minutes" in lines[0]
-    assert lines[1:] == [*LINT, *both_runs("not gpu and not libraries and not sweep"), "mypy ", "all good"]
+    assert lines[1:] == [*LINT, "python -m pytest -m not gpu and not libraries and not sweep", "mypy ", "all good"]
 
 
 def test_fast_leaves_out_the_slow_tests_only(copy: Path) -> None:
     code, lines, _ = check(copy, "--fast")
     assert code == 0
     assert "about 10 minutes" in lines[0]
-    assert lines[1:] == [*LINT, *both_runs("not gpu and not libraries and not slow and not sweep"), "mypy ", "all good"]
+    assert lines[1:] == [
+        *LINT,
+        "python -m pytest -m not gpu and not libraries and not slow and not sweep",
+        "mypy ",
+        "all good",
+    ]
 
 
 def test_fix_puts_right_first(copy: Path) -> None:
@@ -67,13 +67,13 @@ def test_another_torch_gets_an_environment_of_its_own_once(copy: Path) -> None:
         "python3 -m venv .venv-2.11",
         "activated .venv-2.11",
         install,
-        *both_runs("not gpu and not libraries and not slow and not sweep"),
+        "python -m pytest -m not gpu and not libraries and not slow and not sweep",
         "all good",
     ]
     assert again[1:] == [
         "activated .venv-2.11",
         install,
-        *both_runs("not gpu and not libraries and not sweep"),
+        "python -m pytest -m not gpu and not libraries and not sweep",
         "all good",
     ]
 
@@ -92,7 +92,7 @@ def test_one_failure_hides_nothing(copy: Path) -> None:
     code, lines, errors = check(copy, fails="mypy")
     assert code == 1
     assert errors == "failed: mypy\n"
-    assert lines[1:] == [*LINT, *both_runs("not gpu and not libraries and not sweep"), "mypy "]
+    assert lines[1:] == [*LINT, "python -m pytest -m not gpu and not libraries and not sweep", "mypy "]
 
 
 @pytest.mark.parametrize("arguments", [("--quick",), ("--torch",), ("--torch", "newest")])
