@@ -99,6 +99,15 @@ def on_ranks(
                 connection.close()
 
 
+def forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A process of that server that has begun with ``function(*arguments)``, and is no rank."""
+    with contextlib.chdir(Path(__file__).parents[1]):
+        forkserver.ensure_running()
+    process = FORKS.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
 def torchrun(ranks: int) -> dict[str, str]:
     """What ``torchrun`` puts into the environment of all ranks of one host; at a free port."""
     return {

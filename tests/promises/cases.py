@@ -14,7 +14,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -1385,11 +1385,13 @@ class FunctionMode(TorchFunctionMode):
 class WithATool(Module):
     """Uses a tool in the middle of a training: in a hook between batches, within a step, or between epochs."""
 
-    def __init__(self, tool: str, place: str) -> None:
+    def __init__(self, tool: str, places: Sequence[str]) -> None:
         super().__init__()
-        self.tool, self.place, self.uses = TOOLS[tool], place, 0
+        self.tool, self.places, self.uses = TOOLS[tool], places, 0
 
-    def use(self) -> None:
+    def use(self, place: str) -> None:
+        if place not in self.places:
+            return
         self.uses += 1
         drawn = torch.random.get_rng_state()
         self.net.eval()
@@ -1400,35 +1402,35 @@ class WithATool(Module):
         torch.random.set_rng_state(drawn)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.place == "first step" and self.global_step == 0:
-            self.use()
-        if self.place == "step" and batch_idx in (3, 4):
-            self.use()
+        if self.global_step == 0:
+            self.use("first step")
+        if batch_idx in (3, 4):
+            self.use("step")
         return self.loss(batch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.place == "batch start" and batch_idx in (0, 3):
-            self.use()
+        if batch_idx in (0, 3):
+            self.use("batch start")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.place == "batch end" and batch_idx in (0, 3):
-            self.use()
+        if batch_idx in (0, 3):
+            self.use("batch end")
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        if self.place == "before zero_grad" and self.global_step in (0, 3):
-            self.use()
+        if self.global_step in (0, 3):
+            self.use("before zero_grad")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self.place == "validation":
-            self.use()
+        self.use("validation")
         super().validation_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
-        if self.place == "epoch end":
-            self.use()
+        self.use("epoch end")
 
 
-TOOL_PLACES = ("first step", "step", "batch start", "batch end", "before zero_grad", "validation", "epoch end")
+STEP_PLACES = ("first step", "step")
+OTHER_PLACES = ("batch start", "batch end", "before zero_grad", "validation", "epoch end")
+"""Of tools: within a step, and between steps, where the module is plain."""
 
 
 class Average(L.Callback):

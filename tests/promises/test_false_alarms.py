@@ -22,7 +22,7 @@ def test_a_random_architecture(seed: int, bf16: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [100, 101, 102])
+@pytest.mark.parametrize("seed", some([101, 100, 102], every=3))  # the first one compiles soonest
 def test_a_random_architecture_by_inductor(seed: int) -> None:
     result = tried(drawn(seed, backend="inductor"), own_random_numbers=True)
     assert result.outcome.ended is None, result.outcome.end

@@ -19,12 +19,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
-from tests.promises.cases import CASES, TOOL_PLACES, TOOLS, ByHand, WithATool
+from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, ByHand, WithATool
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
-from tests.sweep import MARK, some
+from tests.sweep import MARK
 
-FAST = ("step", "epoch end")
-"""Places of tools in quick tests."""
 STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
     "regional": lambda: [Regional(backend="aot_eager")],
     "whole": lambda: [Whole(backend="aot_eager")],
@@ -66,8 +64,8 @@ def trainings() -> Iterator[Any]:
     """Strategy and case, those of a case behind each other."""
     for place, (name, case) in enumerate(CASES.items()):
         if case.repeats:
-            yield pytest.param("regional", name)
-        yield pytest.param("whole", name, marks=[pytest.mark.slow, *([MARK] if case.repeats and place % 3 else [])])
+            yield pytest.param("regional", name, marks=pytest.mark.slow if place % 2 else [])
+        yield pytest.param("whole", name, marks=[pytest.mark.slow, *([MARK] if case.repeats and place % 4 else [])])
 
 
 @pytest.mark.parametrize(("strategy", "name"), list(trainings()))
@@ -75,37 +73,39 @@ def test_a_training(strategy: str, name: str) -> None:
     as_eager(CASES[name].make, STRATEGIES[strategy](), eager=plain(name), **CASES[name].options)
 
 
-def beside(tool: str, place: str, strategies: list[Strategy]) -> Outcome:
-    """A training that uses ``tool`` at ``place``."""
-    options: dict[str, Any] = {"max_epochs": 2, "validation": vectors(1, seed=4)}
-    eager = trained(lambda: WithATool(tool, place), None, **options)
-    if eager.ended is not None:
-        pytest.skip("plain Lightning does not finish this one")
-    return as_eager(lambda: WithATool(tool, place), strategies, eager=eager, **options)
+@functools.lru_cache(maxsize=1)
+def plain_with(tool: str, places: tuple[str, ...]) -> Outcome:
+    """Plain Lightning's training that uses ``tool`` at ``places``."""
+    return trained(lambda: WithATool(tool, places), None, **WITH_A_TOOL)
 
 
-@pytest.mark.parametrize(
-    ("tool", "place"),
-    [
-        *((tool, place) for tool in TOOLS for place in FAST),
-        *some([slow(tool, place) for tool in TOOLS for place in TOOL_PLACES if place not in FAST], every=3),
-    ],
-)
-def test_a_tool_beside_a_training(tool: str, place: str) -> None:
-    if tool == "jit.script" and place not in ("batch end", "epoch end"):
-        pytest.skip("it looks at the attributes of modules, and within a step there is one more")
-    assert beside(tool, place, STRATEGIES["regional"]()).module.uses
+WITH_A_TOOL: dict[str, Any] = {"max_epochs": 2, "validation": vectors(1, seed=4)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tool", "place"),
-    some([(tool, place) for tool in TOOLS for place in ("first step", "step", "epoch end")], every=3),
-)
-def test_a_tool_beside_a_training_under_whole(tool: str, place: str) -> None:
-    if tool == "jit.script" and place != "epoch end":
-        pytest.skip("it looks at the attributes of modules, and within a step there is one more")
-    beside(tool, place, STRATEGIES["whole"]())
+PLACES_OF: dict[str, list[tuple[str, ...]]] = {
+    # It looks at the attributes of modules, and within a step there is one more.
+    "jit.script": [("batch end", "epoch end")],
+    # Plain Lightning's validation is without gradients.
+    "backward": [STEP_PLACES, tuple(place for place in OTHER_PLACES if place != "validation")],
+    # Blocks go eager with its first use, so that a later one would show nothing.
+    "hvp": [(place,) for place in (*STEP_PLACES, *OTHER_PLACES)],
+}
+"""Of tools that cannot be used at all places of one training."""
+
+
+def tools() -> Iterator[Any]:
+    """Strategy, tool and places, those of one plain training behind each other."""
+    for number, tool in enumerate(TOOLS):
+        for places in PLACES_OF.get(tool, [STEP_PLACES, OTHER_PLACES]):
+            yield pytest.param("regional", tool, places, marks=pytest.mark.slow if number % 3 else [])
+            yield pytest.param("whole", tool, places, marks=[pytest.mark.slow, *([MARK] if number % 3 else [])])
+
+
+@pytest.mark.parametrize(("strategy", "tool", "places"), list(tools()))
+def test_a_tool_beside_a_training(strategy: str, tool: str, places: tuple[str, ...]) -> None:
+    eager = plain_with(tool, places)
+    seen = as_eager(lambda: WithATool(tool, places), STRATEGIES[strategy](), eager=eager, **WITH_A_TOOL)
+    assert seen.module.uses == eager.module.uses >= len(places)
 
 
 # ---- compilers that fail --------------------------------------------------------------------------------------------

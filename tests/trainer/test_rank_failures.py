@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from strategies import Regional
 from tasks.lightning_module import ScoredModule
 from tests.conftest import ROOT
-from tests.processes import Pair, RanksFailed
+from tests.processes import Pair, RanksFailed, forked
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from tests.trainer.runs import train
@@ -295,7 +294,7 @@ main()
 """The command line, which kills the process that it has started before there is a process group."""
 
 
-def with_one_started(code: str, folder: Path, *, stands_still: bool) -> None:
+def with_one_started(code: str, folder: Path, stands_still: bool) -> None:
     """As the first process of a run, which has started another one that runs ``code``."""
     process.others[:] = [subprocess.Popen([sys.executable, "-c", code])]
     rank_failures.GRACE_SECONDS = 0.5
@@ -310,11 +309,7 @@ def with_one_started(code: str, folder: Path, *, stands_still: bool) -> None:
 @pytest.mark.parametrize("stands_still", [False, True])
 def test_a_started_process_that_fails_is_not_overlooked(stands_still: bool, tmp_path: Path) -> None:
     RunRecord(task="micro", status="running").save(tmp_path)
-    arguments = "import sys; sys.exit(3)", tmp_path
-    one = multiprocessing.get_context("spawn").Process(
-        target=with_one_started, args=arguments, kwargs={"stands_still": stands_still}
-    )
-    one.start()
+    one = forked(with_one_started, "import sys; sys.exit(3)", tmp_path, stands_still)
     one.join(240)
     assert one.exitcode == (1 if stands_still else 0)
     record = RunRecord.load(tmp_path)
@@ -348,7 +343,9 @@ class NeverDone:
         return False
 
 
-def with_a_device_that_waits() -> None:
+def with_a_device_that_waits(output: Path) -> None:
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 2)
     torch.cuda.Event = NeverDone  # type: ignore[assignment,misc]
     deadline = rank_failures.Deadline(1, device_seconds=1.0)
     deadline.batch_begins(5)
@@ -356,11 +353,10 @@ def with_a_device_that_waits() -> None:
     time.sleep(120)
 
 
-def test_a_device_that_waits_in_a_collective_ends_its_process(capfd: pytest.CaptureFixture[str]) -> None:
-    one = multiprocessing.get_context("spawn").Process(target=with_a_device_that_waits)
-    one.start()
+def test_a_device_that_waits_in_a_collective_ends_its_process(tmp_path: Path) -> None:
+    one = forked(with_a_device_that_waits, tmp_path / "output")
     one.join(240)
     assert one.exitcode == 1
-    said = capfd.readouterr().err
+    said = (tmp_path / "output").read_text()
     assert re.search(r"failed: the device has worked on one batch for 1 s, .+ rank 1 \(.+\), step 5", said)
     assert "time.sleep(120)" in said

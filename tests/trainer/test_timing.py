@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +18,17 @@ from strategies import Regional
 from tests.strategies import backends
 from tests.strategies.backends import Fault
 from tests.strategies.modules import Block
-from tests.trainer.clock import CLOCK, Clock
+from tests.trainer.clock import CLOCK, Clock, stop_time
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.recording import Recorded
 from trainer.callback import Compile
 from trainer.guards.timing import APART_STEPS, ENOUGH, SHARE, STEADY_STEPS, WINDOW, Timing
 from trainer.report.run_verdict import run_verdict
+from trainer.telemetry.record import RunRecord
 
 SECONDS = 0.004
-STEPS = 700
+STEPS, FEWER_STEPS = 700, 200
+"""Of a training whose eager steps take four times as long: enough for two windows. Where they take less, fewer do."""
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -75,10 +78,29 @@ def slow() -> Iterator[str]:
     Fault.clear()
 
 
-def test_a_run_that_is_faster_says_so_and_trains_on_every_batch_once(tmp_path: Path) -> None:
-    module, compile_ = Timed(SlowEager), Compile([Regional(backend="eager")], warmup_steps=1)
-    losses = fit(module, tmp_path, [compile_], max_steps=STEPS)
-    facts = compile_.record.report["slowdown"]
+@dataclass(frozen=True)
+class Trained:
+    """One training, and what was seen of it."""
+
+    module: Timed
+    losses: list[float]
+    seconds: list[float]
+    """From the beginning of a batch to the beginning of the next one."""
+    record: RunRecord
+
+
+@pytest.fixture(scope="module")
+def faster(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Faster than eager, which would take four times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_time(patch)
+        module, watched, compile_ = Timed(SlowEager), Watched(), Compile([Regional(backend="eager")], warmup_steps=1)
+        losses = fit(module, tmp_path_factory.mktemp("faster"), [watched, compile_], max_steps=STEPS)
+    return Trained(module, losses, watched.seconds, compile_.record)
+
+
+def test_a_run_that_is_faster_says_so_and_trains_on_every_batch_once(faster: Trained, tmp_path: Path) -> None:
+    facts = faster.record.report["slowdown"]
     assert facts["slower"] is False
     assert len(facts["on_later_batches"]) >= 2
     for window in facts["on_later_batches"]:
@@ -86,38 +108,33 @@ def test_a_run_that_is_faster_says_so_and_trains_on_every_batch_once(tmp_path: P
         assert window["compiled_seconds"] == pytest.approx([SECONDS] * WINDOW)
         assert window["replayed"] is False
     plain = Timed(SlowEager)
-    assert losses == pytest.approx(fit(plain, tmp_path, [], max_steps=STEPS), rel=1e-5)
-    assert module.batches == plain.batches, "each batch once, in the loader's order"
-    assert not any("slower than eager" in note for note in compile_.record.notes)
-    assert compile_.record.eager_parts == {}
+    assert faster.losses == pytest.approx(fit(plain, tmp_path, [], max_steps=STEPS), rel=1e-5)
+    assert faster.module.batches == plain.batches, "each batch once, in the loader's order"
+    assert not any("slower than eager" in note for note in faster.record.notes)
+    assert faster.record.eager_parts == {}
 
 
-def test_windows_lie_apart_and_take_their_share_of_the_run_and_no_more(tmp_path: Path) -> None:
-    module, watched, compile_ = Timed(SlowEager), Watched(), Compile([Regional(backend="eager")], warmup_steps=1)
-    fit(module, tmp_path, [watched, compile_], max_steps=STEPS)
-    eager = [number + 2 for number, seconds in enumerate(watched.seconds) if seconds > 3.5 * SECONDS]
+def test_windows_lie_apart_and_take_their_share_of_the_run_and_no_more(faster: Trained) -> None:
+    eager = [number + 2 for number, seconds in enumerate(faster.seconds) if seconds > 3.5 * SECONDS]
     windows = [eager[place : place + 1 + WINDOW] for place in range(0, len(eager), 1 + WINDOW)]
     assert all(window[-1] - window[0] == WINDOW for window in windows), "steps in a row"
     assert windows[0][0] > STEADY_STEPS
     between = [second[0] - first[-1] for first, second in itertools.pairwise(windows)]
     assert min(between) >= APART_STEPS
     spent = len(eager) * 4 * SECONDS
-    assert spent <= SHARE * (watched.ended[-1] - watched.ended[0]) + 4 * SECONDS
-    assert len(windows) == len(compile_.record.report["slowdown"]["on_later_batches"])
+    assert spent <= SHARE * sum(faster.seconds) + 4 * SECONDS
+    assert len(windows) == len(faster.record.report["slowdown"]["on_later_batches"])
 
 
-def test_windows_are_in_no_steady_figure(tmp_path: Path) -> None:
-    compile_ = Compile([Regional(backend="eager")], warmup_steps=1)
-    fit(Timed(SlowEager), tmp_path, [compile_], max_steps=STEPS)
-    record = compile_.record
-    assert record.steady_step_seconds_median == pytest.approx(SECONDS)
-    assert record.steady_step_seconds_p95 == pytest.approx(SECONDS)
+def test_windows_are_in_no_steady_figure(faster: Trained) -> None:
+    assert faster.record.steady_step_seconds_median == pytest.approx(SECONDS)
+    assert faster.record.steady_step_seconds_p95 == pytest.approx(SECONDS)
 
 
 def test_slower_than_eager_is_said_once_with_both_figures(slow: str, tmp_path: Path) -> None:
     compile_ = Compile([Regional(backend=slow)], warmup_steps=1)
     with pytest.warns(UserWarning, match=r"slower than eager: a step takes 28(\.0)? ms compiled against 4(\.0)? ms"):
-        fit(Timed(), tmp_path, [compile_], max_steps=STEPS)
+        fit(Timed(), tmp_path, [compile_], max_steps=FEWER_STEPS)
     record = compile_.record
     assert record.report["slowdown"]["slower"]
     assert sum("slower than eager" in note for note in record.notes) == 1
@@ -131,14 +148,14 @@ def test_on_slower_eager_goes_on_eager(parity: str, slow: str, tmp_path: Path) -
     module, watched = Timed(), Watched()
     compile_ = Compile([Regional(backend=slow)], warmup_steps=1, on_slower="eager", parity=parity)
     with pytest.warns(UserWarning, match="slower than eager"):
-        fit(module, tmp_path, [watched, compile_], max_steps=STEPS)
+        fit(module, tmp_path, [watched, compile_], max_steps=FEWER_STEPS)
     record = compile_.record
     assert record.ended_in_eager
     assert list(record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
     assert record.report["slowdown"]["rolled_back"] == ["layers.0", "layers.1", "layers.2"]
     assert record.status == "finished", "nothing failed"
     assert watched.seconds[-1] == pytest.approx(SECONDS)
-    assert len(module.batches) == STEPS
+    assert len(module.batches) == FEWER_STEPS
 
 
 def test_replayed_steps_are_timed_as_replayed(tmp_path: Path) -> None:
@@ -147,11 +164,11 @@ def test_replayed_steps_are_timed_as_replayed(tmp_path: Path) -> None:
             CLOCK.sleep(SECONDS)
 
     compile_ = Compile([Recorded()], warmup_steps=1)
-    fit(Blocks(), tmp_path, [compile_, Sleeps()], max_steps=STEPS)
+    fit(Blocks(), tmp_path, [compile_, Sleeps()], max_steps=FEWER_STEPS)
     record = compile_.record
     windows = record.report["slowdown"]["on_later_batches"]
     assert [one["replayed"] for one in windows] == [True] * len(windows)
-    assert record.report["recorded"]["replayed_steps"] > STEPS / 2
+    assert record.report["recorded"]["replayed_steps"] > FEWER_STEPS / 2
     assert all(one["eager_seconds"] == pytest.approx([SECONDS] * WINDOW) for one in windows)
 
 
