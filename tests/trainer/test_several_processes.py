@@ -137,12 +137,15 @@ def trainings(folder: Path) -> Facts:
     return facts
 
 
-def sharded(folder: Path, broken: str) -> Facts:
+def sharded(folder: Path) -> Facts:
+    """Of backends that fail on both processes, or on the second one alone."""
     backends.register()
-    fails = broken == "both" or os.environ["RANK"] == "1"
+    second = os.environ["RANK"] == "1"
     facts = {"eager": trained(Blocks(), folder, [], ddp=FSDP2())}
     for name in (backends.BROKEN_FORWARD, backends.BROKEN_BACKWARD):
-        facts[name] = trained(Blocks(), folder, [Regional(backend=name if fails else "aot_eager")], ddp=FSDP2())
+        for fails, on in ((True, "both"), (second, "one")):
+            backend = name if fails else "aot_eager"
+            facts[f"{name} on {on}"] = trained(Blocks(), folder, [Regional(backend=backend)], ddp=FSDP2())
     return facts
 
 
@@ -204,22 +207,25 @@ ENDS: dict[str, tuple[str, int]] = {
 """By what one process finds, where an option says that it ends the run: the error of both, and the steps until then."""
 
 
-def ended(folder: Path, mode: str) -> dict[str, Any]:
+def ended(folder: Path) -> Facts:
     backends.register()
-    backend = (
-        backends.FAULTY if mode != "broken" else "aot_eager" if os.environ["RANK"] == "0" else backends.BROKEN_BACKWARD
-    )
-    fault = {"broken": 10**9, "wrong": 1, "wrong later": 5}[mode]
+    broken = "aot_eager" if os.environ["RANK"] == "0" else backends.BROKEN_BACKWARD
     options = {"on_compile_error": "fail", "on_difference": "fail"}
-    return trained(Blocks(), folder, [Regional(backend=backend)], fault=fault, **options)
+    return {
+        mode: trained(Blocks(), folder, [Regional(backend=backend)], fault=fault, **options)
+        for mode, backend, fault in (
+            ("broken", broken, 10**9),
+            ("wrong", backends.FAULTY, 1),
+            ("wrong later", backends.FAULTY, 5),
+        )
+    }
 
 
-@pytest.mark.parametrize("mode", ENDS)
-def test_both_stop_where_an_option_says_so(mode: str, pair: Pair, tmp_path: Path) -> None:
-    error, steps = ENDS[mode]
-    for fact in pair(ended, tmp_path, mode):
-        assert fact["error"].startswith(error)
-        assert fact["steps"] == steps
+def test_both_stop_where_an_option_says_so(pair: Pair, tmp_path: Path) -> None:
+    for facts in pair(ended, tmp_path):
+        for mode, (error, steps) in ENDS.items():
+            assert facts[mode]["error"].startswith(error)
+            assert facts[mode]["steps"] == steps
 
 
 def test_an_optimizer_that_one_cannot_compile_runs_eager_on_both(processes: list[Facts]) -> None:
@@ -248,13 +254,12 @@ def test_modules_that_optimize_by_hand_are_checked_alike(name: str, processes: l
         assert (facts[f"{name}, right"]["parity"], facts[f"{name}, right"]["audits"][0]) == ("passed", "clean")
 
 
-@pytest.mark.parametrize("broken", ["both", "one"])
-def test_sharded_blocks_that_do_not_compile_run_eager_on_both(broken: str, pair: Pair, tmp_path: Path) -> None:
-    processes = pair(sharded, tmp_path, broken)
+def test_sharded_blocks_that_do_not_compile_run_eager_on_both(pair: Pair, tmp_path: Path) -> None:
+    processes = pair(sharded, tmp_path)
     for facts in processes:
-        for backend in facts.keys() - {"eager"}:
-            assert_finished(facts[backend], processes[0]["eager"]["weights"])
-            assert list(facts[backend]["eager"]) == LAYERS
+        for case in facts.keys() - {"eager"}:
+            assert_finished(facts[case], processes[0]["eager"]["weights"])
+            assert list(facts[case]["eager"]) == LAYERS
 
 
 def test_the_clock_of_the_first_one_chooses_for_both(pair: Pair, tmp_path: Path) -> None:
