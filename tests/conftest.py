@@ -29,29 +29,40 @@ STAND_IN = ROOT / "tests" / "stand_in"
 
 SLOW_FILES = frozenset((ROOT / "tests" / "slow.txt").read_text().split())
 """Test files in tests/ that are slow as a whole: they start processes, browsers or Inductor, or train for seconds."""
+SECONDS = {
+    name: float(seconds) for seconds, name in map(str.split, (ROOT / "tests" / "seconds.txt").read_text().splitlines())
+}
+"""Processor seconds of test files that take more than two, by name in tests/."""
+GROUPS = {
+    file.relative_to(ROOT / "tests").with_suffix("").as_posix(): group[1]
+    for file in (ROOT / "tests").rglob("test_*.py")
+    if (group := re.search(r'xdist_group\("(\w+)"\)', file.read_text()))
+}
+"""The group of test files that run on one worker, by name."""
 
 
-def groups() -> dict[str, str]:
-    """By file, the group of files that run on one worker (``pytest.mark.xdist_group``), where it is in one."""
-    files = (ROOT / "tests").rglob("test_*.py")
-    found = {str(file.relative_to(ROOT)): re.search(r'xdist_group\("(\w+)"\)', file.read_text()) for file in files}
-    return {file: group[1] for file, group in found.items() if group}
+def name_of(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow. First comes what takes longest, so that no core waits at the end: pairs of processes, which
-    one worker runs, then the promises, for a worker that has trained nothing before (one that had once took all
-    memory, why is not known), then trainings."""
-    grouped = groups()
+    """Mark what is slow; files and groups that take longest come first, so that no core waits at the end.
 
-    def place(item: pytest.Item) -> int:
-        file = item.path.relative_to(ROOT)
-        return 0 if str(file) in grouped else {"promises": 1, "trainer": 2}.get(file.parent.name, 3)
+    Those of the promises before all others: in a process where others had run, one once took all memory, and why is not
+    known.
+    """
+    seconds: dict[str, float] = {}
+    for name in {name_of(item) for item in items}:
+        scope = GROUPS.get(name, name)
+        seconds[scope] = seconds.get(scope, 0.0) + SECONDS.get(name, 1.0)
+
+    def place(item: pytest.Item) -> tuple[bool, float, str]:
+        scope = GROUPS.get(name := name_of(item), name)
+        return not name.startswith("promises/"), -seconds[scope], scope
 
     for item in items:
-        name = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
-        if name in SLOW_FILES or not {"start_trainer", "pair"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if name_of(item) in SLOW_FILES or not {"start_trainer", "pair"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
     items.sort(key=place)
 
@@ -61,12 +72,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests of one file stay together (``--dist loadfile``), and so do files with one ``xdist_group``."""
     from xdist.scheduler import LoadFileScheduling
 
-    grouped = groups()
-
     class ByFileOrGroup(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return grouped.get(file, file)
+            return GROUPS.get(file.removeprefix("tests/").removesuffix(".py"), file)
 
     return ByFileOrGroup(config, log)
 

@@ -18,7 +18,7 @@ from strategies import STRATEGIES
 from strategies.base import Strategy
 from tasks import SCHEMAS, TASKS
 from tasks.base import Task
-from tests.conftest import ROOT, SLOW_FILES
+from tests.conftest import ROOT, SECONDS, SLOW_FILES
 from trainer.settings import Config, TrainerConfig
 
 PACKAGES = ("trainer", "strategies", "tasks", "scripts")
@@ -146,8 +146,8 @@ def test_a_task_is_found_under_its_own_name() -> None:
     assert {f"task/{name}": SCHEMAS.get(f"task/{name}") for name in TASKS} == {f"task/{n}": t for n, t in TASKS.items()}
 
 
-def test_files_that_are_marked_slow_exist() -> None:
-    assert [name for name in SLOW_FILES if not (ROOT / "tests" / f"{name}.py").is_file()] == []
+def test_files_that_are_marked_slow_or_long_exist() -> None:
+    assert [name for name in [*SLOW_FILES, *SECONDS] if not (ROOT / "tests" / f"{name}.py").is_file()] == []
 
 
 def test_no_modules_import_each_other() -> None:

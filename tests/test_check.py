@@ -12,6 +12,8 @@ import pytest
 from tests.conftest import ROOT
 
 PROGRAMS = ("ruff", "mypy", "lint-imports", "python", "pip")
+QUICK = "not gpu and not libraries and not slow and not sweep"
+USUAL = "not gpu and not libraries and not sweep"
 
 
 @pytest.fixture
@@ -33,26 +35,23 @@ def check(copy: Path, *arguments: str, fails: str = "") -> tuple[int, list[str],
     return done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("==")], done.stderr
 
 
-LINT = ["ruff format --check .", "ruff check .", "lint-imports "]
+LINT = ["ruff format --check .", "ruff check ."]
+BESIDE = ["lint-imports ", "mypy "]
+"""They run beside the tests; what they say comes after them."""
 
 
 def test_it_says_what_it_takes_and_runs_all_steps(copy: Path) -> None:
     code, lines, _ = check(copy)
     assert code == 0
     assert "about 26 minutes" in lines[0]
-    assert lines[1:] == [*LINT, "python -m pytest -m not gpu and not libraries and not sweep", "mypy ", "all good"]
+    assert lines[1:] == [*LINT, f"python -m pytest -m {USUAL}", *BESIDE, "all good"]
 
 
 def test_fast_leaves_out_the_slow_tests_only(copy: Path) -> None:
     code, lines, _ = check(copy, "--fast")
     assert code == 0
     assert "about 10 minutes" in lines[0]
-    assert lines[1:] == [
-        *LINT,
-        "python -m pytest -m not gpu and not libraries and not slow and not sweep",
-        "mypy ",
-        "all good",
-    ]
+    assert lines[1:] == [*LINT, f"python -m pytest -m {QUICK}", *BESIDE, "all good"]
 
 
 def test_fix_puts_right_first(copy: Path) -> None:
@@ -67,13 +66,13 @@ def test_another_torch_gets_an_environment_of_its_own_once(copy: Path) -> None:
         "python3 -m venv .venv-2.11",
         "activated .venv-2.11",
         install,
-        "python -m pytest -m not gpu and not libraries and not slow and not sweep",
+        f"python -m pytest -m {QUICK}",
         "all good",
     ]
     assert again[1:] == [
         "activated .venv-2.11",
         install,
-        "python -m pytest -m not gpu and not libraries and not sweep",
+        f"python -m pytest -m {USUAL}",
         "all good",
     ]
 
@@ -92,7 +91,7 @@ def test_one_failure_hides_nothing(copy: Path) -> None:
     code, lines, errors = check(copy, fails="mypy")
     assert code == 1
     assert errors == "failed: mypy\n"
-    assert lines[1:] == [*LINT, "python -m pytest -m not gpu and not libraries and not sweep", "mypy "]
+    assert lines[1:] == [*LINT, f"python -m pytest -m {USUAL}", *BESIDE]
 
 
 @pytest.mark.parametrize("arguments", [("--quick",), ("--torch",), ("--torch", "newest")])
