@@ -105,6 +105,12 @@ def bare(folder: Path, **how: Any) -> Trainer:
     return trainer
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """Trained without us, once for all that is held against it."""
+    return bare(tmp_path_factory.mktemp("bare"))
+
+
 def assert_same_training(trainer: Trainer, expected: Trainer, *, rtol: float = 1e-4) -> None:
     assert losses_of(trainer) == pytest.approx(losses_of(expected), rel=rtol)
     torch.testing.assert_close(
@@ -124,9 +130,9 @@ STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_causal_model_trains_as_without_us(tmp_path: Path, name: str) -> None:
+def test_a_causal_model_trains_as_without_us(tmp_path: Path, name: str, plain: Trainer) -> None:
     trainer, record = trained(tmp_path, STRATEGIES[name](), ragged=[("input_ids", 1)])
-    assert_same_training(trainer, bare(tmp_path / "bare"))
+    assert_same_training(trainer, plain)
     assert (record.status, record.task, record.steps) == ("finished", "GPT2LMHeadModel", 6)
     assert record.steady_steps, "those that nothing was checked in"
     assert record.label == label(STRATEGIES[name]())
@@ -161,9 +167,9 @@ def test_an_epoch_that_accumulation_does_not_divide(tmp_path: Path) -> None:
     assert record.steps == 6, "two of two micro-batches and one of one, twice"
 
 
-def test_auto_chooses_on_real_steps(tmp_path: Path) -> None:
+def test_auto_chooses_on_real_steps(tmp_path: Path, plain: Trainer) -> None:
     trainer, record = trained(tmp_path, [Auto(candidates=["whole"], remember=False)])
-    assert_same_training(trainer, bare(tmp_path / "bare"))
+    assert_same_training(trainer, plain)
     assert record.report["auto"]["chosen"] == "eager"
 
 

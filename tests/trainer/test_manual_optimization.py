@@ -16,6 +16,7 @@ from torch import Tensor
 from strategies import Buckets, Optimizer, Regional
 from tests.strategies import backends
 from tests.strategies.backends import Fault
+from tests.sweep import MARK
 from tests.trainer import ragged_modules
 from tests.trainer.clock import CLOCK
 from tests.trainer.lightning_modules import quiet_trainer
@@ -72,8 +73,13 @@ def losses_of(module: Adversaries) -> list[float]:
     return [loss for _, loss, _ in module.seen]
 
 
-@pytest.mark.parametrize("compiled", ["modules", "optimizers too"])
-@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "closure"),
+    [
+        *(("modules", True), ("optimizers too", False)),
+        *(pytest.param(*more, marks=MARK) for more in (("modules", False), ("optimizers too", True))),
+    ],
+)
 def test_two_networks_against_each_other_train_as_in_eager(compiled: str, closure: bool, tmp_path: Path) -> None:
     strategies: list[Any] = [Regional(backend="aot_eager")]
     strategies += [Optimizer(backend="aot_eager")] if compiled == "optimizers too" else []

@@ -11,6 +11,7 @@ import torch
 
 from strategies import Regional
 from tasks.language.task import BertNetwork
+from tests.sweep import MARK
 from tests.tasks.test_packed_documents import task_of
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import curve, train
@@ -35,7 +36,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return curve(folder)
 
 
-@pytest.mark.parametrize("arm", ["regional", "whole", "[regional,cached]"])
+@pytest.mark.parametrize("arm", [pytest.param("regional", marks=MARK), "whole", "[regional,cached]"])
 def test_losses_are_eagers_and_nothing_is_compiled_for_a_second_shape(
     arm: str, eager: dict[int, float], tmp_path: Path
 ) -> None:
