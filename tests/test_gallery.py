@@ -14,11 +14,14 @@ import torch
 from torch._dynamo import symbolic_convert
 
 from strategies import region
+from tests.sweep import MARK
 from trainer.telemetry.record import RunRecord
 
 GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
 SCRIPTS = sorted(path for path in GALLERY.glob("*.py") if path.stem not in ("measure", "nequip_forces"))
 """NequIP trains in tests/libraries, as other people's libraries do."""
+LONG = frozenset({"diffusion_unet", "torchvision_efficientnet", "encoder_decoder"})
+"""Take seconds each; of their kinds, ``timm_convnext`` and the language models train in every run of the tests."""
 BFLOAT16 = 0.02
 """Relative; the checks of the run itself are stricter."""
 
@@ -38,7 +41,9 @@ def losses_of(record: RunRecord) -> dict[str, float]:
     return own | {name: value for name, value in record.final_metrics.items() if "loss" in name}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [pytest.param(path, id=path.stem, marks=[MARK] if path.stem in LONG else []) for path in SCRIPTS]
+)
 def test_a_script_of_the_gallery_trains_as_eager_does(
     script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -35,40 +35,6 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
         _ = crucible.Compiler
 
 
-WITHOUT_TRANSFORMERS = """
-import importlib.metadata
-from importlib.machinery import PathFinder
-
-found, version = PathFinder.find_spec, importlib.metadata.version
-
-def find_spec(name, path=None, target=None):
-    return None if name.partition(".")[0] == "transformers" else found(name, path, target)
-
-def version_of(name):
-    if name == "transformers":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return version(name)
-
-PathFinder.find_spec, importlib.metadata.version = find_spec, version_of
-from crucible import *
-print(Compile.__name__, Regional.__name__, "compile_trainer" in dir())
-from crucible import compile_trainer
-"""
-
-
-def test_a_star_import_needs_no_package_that_is_not_required() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRANSFORMERS],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "trainer")])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.split() == ["Compile", "Regional", "False"], done.stderr
-    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'transformers'", "asked for by name"
-    assert "compile_trainer" in crucible.__all__, "where transformers is installed"
-
-
 @pytest.mark.parametrize("hiding", ["trainer.py", "tasks.py", "strategies/__init__.py", "scripts.py"])
 def test_a_file_that_hides_a_package_is_named(tmp_path: Path, hiding: str) -> None:
     (tmp_path / "crucible").symlink_to(ROOT / "trainer" / "crucible")  # as an installation maps it
