@@ -117,6 +117,7 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     if fault == "handled":
         module.plant("training_step", fail(RuntimeError("planted")))
     if fault == "worker":
+        torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5  # a worker looks then whether it is alone
         loader = DataLoader(data, batch_size=4, num_workers=1)
     if fault == "fewer batches":
         # not by Lightning's sampler, which makes them equal
