@@ -20,6 +20,7 @@ import faulthandler
 import gc
 import importlib
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -216,12 +217,16 @@ def command_on_a_rank(arguments: Sequence[str], folder: Path, output: Path) -> i
 
 def compile_quickly() -> None:
     """Leave out what costs Dynamo more than a third of a small compile, and no test looks at: a log of how long new
-    guards take, for which it flushes the processor's caches, and asking for CUDA devices where there are none."""
+    guards take, for which it flushes the processor's caches, asking for CUDA devices where there are none, and the
+    trace of each compile, every graph as text and JSON. torch writes that as soon as its logger has a handler, and
+    pytest adds its own to each logger that does not propagate: https://github.com/pytest-dev/pytest/pull/14375"""
     if guards := sys.modules.get("torch._dynamo.guards"):
         vars(guards).update(profile_guard_manager=lambda *_: 0.0)
         cuda = sys.modules["torch.cuda"]
         if not cuda.is_available():
             vars(cuda).update(_cached_device_count=0)
+    if "torch" in sys.modules:
+        logging.getLogger("torch.__trace").propagate = True
 
 
 def prepare(rank: int) -> None:

@@ -209,5 +209,7 @@ def test_the_state_of_a_single_parameter_can_be_reset(tmp_path: Path) -> None:
                 state[bias]["exp_avg"] = torch.zeros_like(bias)
 
     eager = fit(Resets(), tmp_path, Compile())
-    compiled = fit(Resets(), tmp_path, Compile([Optimizer(backend="aot_eager")]))
+    compile_ = Compile([Optimizer(backend="aot_eager")])
+    compiled = fit(Resets(), tmp_path, compile_)
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert compile_.record.eager_parts == {}

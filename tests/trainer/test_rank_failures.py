@@ -36,6 +36,8 @@ from trainer.telemetry.record import RunRecord
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two_processes")]
 
 STEPS = 6
+DIES = ("killed within a step", "os._exit")
+"""Faults of which the other process can know nothing but a broken connection."""
 RANK_1 = r"rank 1 \(.+, pid \d+\): "
 AND_SO = r"; this process ends with it$"
 
@@ -102,6 +104,8 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     """Train under a Compile callback with ``fault`` on rank 1; what is there to say of it on this rank."""
     backends.register()
     rank = int(os.environ["RANK"])
+    if fault in DIES:
+        failures.LEARN_SECONDS = 0.5  # the other one leaves no word, which is looked for in vain
     torch._dynamo.reset()
     L.seed_everything(0, verbose=False)
     module, options = Faulty(), dict[str, Any]()
@@ -113,6 +117,7 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     if fault == "handled":
         module.plant("training_step", fail(RuntimeError("planted")))
     if fault == "worker":
+        torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5  # a worker looks then whether it is alone
         loader = DataLoader(data, batch_size=4, num_workers=1)
     if fault == "fewer batches":
         # not by Lightning's sampler, which makes them equal
@@ -208,7 +213,7 @@ def test_the_other_one_says_who_failed_and_by_what(fault: str, pair: Pair, tmp_p
     assert re.fullmatch("RankFailed: " + RANK_1 + ENDS[fault] + AND_SO, reason(fault, pair, tmp_path))
 
 
-@pytest.mark.parametrize("fault", ["killed within a step", "os._exit"])
+@pytest.mark.parametrize("fault", DIES)
 def test_who_died_without_an_error_is_a_broken_connection(fault: str, pair: Pair, tmp_path: Path) -> None:
     assert rank_failures.CONSEQUENCE.search(reason(fault, pair, tmp_path))
 
