@@ -33,7 +33,8 @@ def train(name: str, padded: bool, *strategies: Strategy) -> tuple[list[float], 
     L.seed_everything(0, verbose=False)
     watch, captured = Watch(), Captured(strategies) if strategies else None
     trainer = quiet_trainer(max_steps=STEPS, callbacks=[watch, *([captured] if captured else [])])
-    trainer.fit(make(name, tiny=True), loader(name, tiny=True, steps=STEPS, padded=padded))
+    with torch.backends.mkldnn.flags(enabled=name != "lstm"):  # its LSTM is another one in a replay
+        trainer.fit(make(name, tiny=True), loader(name, tiny=True, steps=STEPS, padded=padded))
     return watch.losses, captured
 
 
@@ -47,7 +48,8 @@ def test_a_library_models_step_is_captured_with_eagers_losses(name: str, padded:
     report = captured.facts
     assert len(set(eager)) == STEPS
     assert losses == pytest.approx(eager, rel=FLOOR)
-    assert (report["graphs"], report["replayed_steps"], report["refused"]) == (1, STEPS - 3, [])
+    before = 2 if name == "lstm" else 3  # Dynamo compiles no LSTM: there is no region to check first
+    assert (report["graphs"], report["replayed_steps"], report["refused"]) == (1, STEPS - before, [])
     assert report["parity"]["verdict"] == "passed"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,6 +213,43 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
         axes.xaxis.set_visible(False)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
+    return figure
+
+
+def models(comparisons: Sequence[WorkloadComparison], palette: Palette) -> Figure | None:
+    """The steady speed of each arm over the baseline's, a line for each workload, the most gained first. Of the arms
+    those that were measured on half of the workloads or more. None where nothing was compared."""
+    gained: dict[str, dict[str, float]] = {}
+    for one in comparisons:
+        ratios = {row.cell.arm: row.ratio.value for row in one.rows if row.ratio is not None}
+        if ratios:
+            gained[one.workload] = ratios
+    counts = Counter(arm for ratios in gained.values() for arm in ratios)
+    arms = [arm for arm in palette if 2 * counts[arm] >= len(gained)][:MAX_ARMS]
+    gained = {name: {arm: ratios[arm] for arm in arms if arm in ratios} for name, ratios in gained.items()}
+    names = sorted((name for name in gained if gained[name]), key=lambda name: -max(gained[name].values()))
+    if not names:
+        return None
+    best = [max(gained[name].values()) for name in names]
+    title = f"Times as fast as {comparisons[0].baseline}: the best arm {number(best[-1])} to {number(best[0])}"
+    with _panels([title], arms, palette) as (figure, (axes,)):
+        from matplotlib.ticker import FuncFormatter, NullLocator
+
+        figure.set_figheight(1.4 + LINE_INCHES * (1.3 * len(names) + math.ceil(len(arms) / 2)))
+        for place, name in enumerate(names):
+            ratios = gained[name]
+            axes.plot([min(ratios.values()), max(ratios.values())], [place, place], color=GRID, linewidth=4, zorder=1)
+            for arm, ratio in ratios.items():
+                axes.plot(ratio, place, "o", color=palette[arm], markeredgecolor=PAPER, zorder=3)
+        axes.axvline(1.0, color=MUTED, linewidth=1.0)
+        ticks = [tick for tick in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24) if tick <= 1.3 * best[0]]
+        lowest = min(min(gained[name].values()) for name in names)
+        axes.set(xscale="log", xlim=(min(0.9, 0.93 * lowest), 1.1 * best[0]), ylim=(len(names) - 0.4, -0.6))
+        axes.set_xticks([tick for tick in ticks if tick >= 0.85 * lowest])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_yticks(range(len(names)), [cut(name, MAX_NAME) for name in names], color=INK, size=9)
+        axes.grid(False, axis="y")
     return figure
 
 
