@@ -33,7 +33,7 @@ from trainer.report.published import (
 )
 from trainer.report.runs import Run, arm_of, find, fixed_settings, parity_of
 from trainer.telemetry.machine import MachineFacts
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import RunRecord, RunVerdict
 
 ROUNDS = {"eager": (0.100, 0.200, 0.110), "regional": (0.080, 0.160, 0.092)}
 MACHINE = {"gpu_clock_mhz": 1755, "gpu_power_limit_watts": 700.0, "gpu_celsius": 61, "load_average": 1.5}
@@ -223,6 +223,52 @@ def test_kernels_are_a_table_of_their_own(tmp_path: Path) -> None:
 def test_several_workloads_make_no_table() -> None:
     with pytest.raises(ValueError, match="one workload"):
         rows_of(runs_of([record("eager"), record("eager", batch_size=64)]))
+
+
+def several() -> list[RunRecord]:
+    """Three rounds of one model, and a single one of another, whose run compared itself with eager by turns."""
+    other = [record("eager", step_seconds=0.2, round=1), record("auto", step_seconds=0.1, round=1)]
+    for one in other:
+        one.task = "swin"
+    other[1].chosen_strategies = [{"name": "whole"}, {"name": "cuda_graph"}]
+    other[1].verdict = RunVerdict(
+        outcome="faster", ratio=1.95, ratio_low=1.9, ratio_high=2.0, pairs=6, next_command="mine"
+    )
+    return [*sweep(), *other]
+
+
+def test_models_are_one_table_with_a_ratio_for_each(tmp_path: Path) -> None:
+    records = tmp_path / "docs" / "results" / "records"
+    publish([on_disk(tmp_path / "runs", several())], records / "h100-models.jsonl")
+    page = records.parent / "page.md"
+    page.write_text("<!-- models: h100-models -->\n<!-- end -->\n![](../pictures/h100-models-ratios.png)\n")
+    picture = tmp_path / "docs" / "pictures" / "h100-models-ratios.png"
+    assert refresh(records) == [page, picture]
+    assert refresh(records) == [], "both are made once"
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in rows[0].split("|")[1:7]] == [
+        "model", "arm", "rounds", "ms a step", "over eager", "by turns",
+    ]  # fmt: skip
+    assert any("| `regional` | 3 | 92.0 (80.0 to 160) | ~1.23 (1.20 to 1.25) |" in row for row in rows)
+    assert any("| `auto` → `whole+cuda_graph` | 1 | 100 | ~2.00 | 1.95 (1.90 to 2.00) |" in row for row in rows)
+    assert "mine" not in (records / "h100-models.jsonl").read_text(encoding="utf-8")
+    first, other = (f"h100-models/{name}" for name in ("swin", sweep()[0].task))
+    assert list(published.published_rows(records)) == [
+        f"{first}/eager", f"{first}/auto", f"{other}/eager", f"{other}/regional",
+    ]  # fmt: skip
+
+
+def test_a_summary_names_a_row_of_several_workloads(tmp_path: Path) -> None:
+    cold = [
+        record(arm, step_seconds=step, round=number, warmup_seconds=wait, start="cold", compile_seconds=compiled)
+        for number in (1, 2, 3)
+        for arm, step, wait, compiled in (("eager", 0.2, 1.0, None), ("regional", 0.1, 9.0, 5.0))
+    ]
+    for one in cold:
+        one.task = "swin"
+    publish([on_disk(tmp_path / "runs", [*sweep(), *cold])], tmp_path / "h100-models.jsonl")
+    lines = published.summary(["h100-models/swin/regional Swin, 64 images"], tmp_path)
+    assert lines[2].startswith("| Swin, 64 images | `regional` | 200 ms | 100 ms | 2.00 |")
 
 
 @pytest.mark.parametrize(
