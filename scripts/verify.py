@@ -133,7 +133,8 @@ def sweep_arguments(row: PublishedRow, base: PublishedRow, *, rounds: int, smoke
     shared = [word for word in command if word in base.records[0].command and not APART.match(word)]
     arms = dict.fromkeys((arm_of(base, shared), arm_of(row, shared)))
     if smoke:
-        shared = [f"experiment={in_small(command)}", "trainer.val_every_n_steps=0"]  # which peers need
+        which = [word for word in shared if word.startswith("task.model=")]
+        shared = [f"experiment={in_small(command)}", *which, "trainer.val_every_n_steps=0"]  # which peers need
     return [
         "-m",
         f"sweep={out}",
