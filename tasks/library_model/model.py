@@ -78,7 +78,7 @@ def noise_loss(model: nn.Module, batch: Batch) -> Tensor:
     clean_BCHW = batch["pixel_values"]
     noise_BCHW = torch.randn_like(clean_BCHW)
     time_B = torch.randint(0, TIMESTEPS, (len(clean_BCHW),), device=clean_BCHW.device)
-    kept_B111 = model.kept[time_B].view(-1, 1, 1, 1)  # type: ignore[index, operator]
+    kept_B111 = model.kept[time_B].view(-1, 1, 1, 1)  # type: ignore[index]
     noisy_BCHW = kept_B111.sqrt() * clean_BCHW + (1 - kept_B111).sqrt() * noise_BCHW
     return nn.functional.mse_loss(model(noisy_BCHW, time_B), noise_BCHW)
 
@@ -253,7 +253,7 @@ def _vit(tiny: bool, **config: Any) -> nn.Module:
 def _segformer(tiny: bool, **config: Any) -> nn.Module:
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
-    options = {"num_labels": CLASSES}
+    options: dict[str, Any] = {"num_labels": CLASSES}
     if tiny:
         options |= {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16}
     return _built(SegformerForSemanticSegmentation(SegformerConfig(**{**options, **config})))
@@ -303,7 +303,7 @@ def _unet(tiny: bool) -> nn.Module:
 
 
 def _gatv2(tiny: bool) -> nn.Module:
-    from torch_geometric.nn.models import GAT
+    from torch_geometric.nn.models import GAT  # type: ignore[import-untyped]
 
     width, heads = (16, 2) if tiny else (256, 4)
     # Without loops at nodes, which would have to be looked for in each batch.

@@ -138,7 +138,7 @@ def rows_of(runs: Sequence[Run]) -> list[PublishedRow]:
 
 def published_rows(records: Path = RECORDS) -> dict[str, PublishedRow]:
     """Every row of the files in ``records`` by its name: ``FILE/ARM``, or ``FILE/WORKLOAD/ARM``."""
-    rows = {}
+    rows: dict[str, PublishedRow] = {}
     for file in sorted(records.glob("*.jsonl")):
         if file.name.startswith((SAME, CURVES_ALONE)):
             continue
