@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.report.comparison import WorkloadComparison
+from trainer.report.comparison import Row, WorkloadComparison
 from trainer.report.tables import interval, marked, number
 from trainer.telemetry.files import cut
 
@@ -221,7 +221,7 @@ def models(comparisons: Sequence[WorkloadComparison], palette: Palette) -> Figur
     those that were measured on half of the workloads or more. None where nothing was compared."""
     gained: dict[str, dict[str, float]] = {}
     for one in comparisons:
-        ratios = {row.cell.arm: row.ratio.value for row in one.rows if row.ratio is not None}
+        ratios = {row.cell.arm: ratio for row in one.rows if (ratio := _over_baseline(row)) is not None}
         if ratios:
             gained[one.workload] = ratios
     counts = Counter(arm for ratios in gained.values() for arm in ratios)
@@ -251,6 +251,15 @@ def models(comparisons: Sequence[WorkloadComparison], palette: Palette) -> Figur
         axes.set_yticks(range(len(names)), [cut(name, MAX_NAME) for name in names], color=INK, size=9)
         axes.grid(False, axis="y")
     return figure
+
+
+def _over_baseline(row: Row) -> float | None:
+    """By whole runs or, where none is eager's, by turns within its own."""
+    if row.ratio is not None:
+        return row.ratio.value
+    verdicts = [run.record.verdict for run in row.cell.finished]
+    found = [verdict.ratio for verdict in verdicts if verdict is not None and verdict.ratio is not None]
+    return statistics.median(found) if found else None
 
 
 Draw = Callable[[WorkloadComparison, Palette], "Figure | None"]

@@ -36,7 +36,10 @@ from trainer.telemetry.record import RunRecord, RunVerdict
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset({"events", "notes", "verdict", "audits", "skipped_items", "final_metrics"})
 """What neither a table nor a picture nor a verification reads, but for some of the verdict."""
-BY_TURNS = ("outcome", "reason", "ratio", "ratio_low", "ratio_high", "pairs", "eager_step_seconds", "step_seconds")
+BY_TURNS = (
+    *("outcome", "reason", "ratio", "ratio_low", "ratio_high", "pairs", "batches"),
+    *("eager_step_seconds", "step_seconds", "wait_seconds", "break_even_steps"),
+)
 """What is kept of a run's verdict: the ratio of its own steps and eager's, by turns."""
 CURVES = {"progress": 2, "losses": 5}
 """Curves of a record, with the digits after the point that are kept."""
@@ -271,51 +274,64 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
 
 
 def models(runs: Sequence[Run], link: str) -> list[str]:
-    """The lines of a table of several workloads: a row for each arm of each; then conditions, marks, what to know."""
+    """The lines of a table of several workloads: a row for each arm of each; then conditions, marks, what to know.
+
+    Beside the ratio to eager's runs stands the one of steps by turns within a run, which a single run has as well, and
+    where no eager run was made, its step, the wait and break-even are those of that verdict.
+    """
     texts, notes, records = [], [], []
     for found in workloads(runs):
         for row in rows_in(found, runs):
-            mine, compared, base = row.records, row.compared, found.baseline_row
-            records += mine
-            is_base = compared is base
-            ratio, by_turns = compared.ratio, [one.verdict for one in mine if one.verdict and one.verdict.ratio]
-            over = "1" if is_base else figure_text(row, RATIO)
-            pays = None
-            if base is not None and not is_base and compared.cost is not None and base.cost is not None:
-                pays = break_even_steps(compared.cost, base.cost)
-            wait = None if base is None or is_base else wait_seconds(compared, base)
-            chosen = dict.fromkeys("+".join(each["name"] for each in one.chosen_strategies) or "eager" for one in mine)
-            became = f" → {', '.join(f'`{name}`' for name in chosen)}" if row.arm.startswith("auto") and mine else ""
-            texts.append(
-                {
-                    "model": found.workload if is_base or base is None else "",
-                    "arm": f"`{row.arm}`{became}",
-                    "rounds": str(len(mine)),
-                    STEP: figure_text(row, STEP),
-                    "device ms": figure_text(row, "device ms a step"),
-                    RATIO: NOT_SURE + over if ratio is not None and not ratio.shown else over,
-                    "by turns": _by_turns(by_turns),
-                    "wait s": ABSENT if wait is None else f"{wait:.0f}",
-                    "pays after": ABSENT if pays is None else "never" if pays == math.inf else rounded(pays),
-                    "peak GiB": figure_text(row, "peak GiB"),
-                    "graphs": figure_text(row, "graphs"),
-                }
-            )
-            notes += [f"{found.workload}, `{row.arm}`: {flag}." for flag in compared.flags]
+            records += row.records
+            texts.append(_model_row(found, row))
+            notes += [f"{found.workload}, `{row.arm}`: {flag}." for flag in row.compared.flags]
     columns = {name: [text[name] for text in texts] for name in texts[0]}
     notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
     conditions = f"{conditions_of(records)} · [records]({link})"
     return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
 
 
-def _by_turns(verdicts: Sequence[RunVerdict]) -> str:
-    """Eager's seconds over the run's, of steps taken by turns: of several runs the one in the middle."""
-    if not verdicts:
-        return ABSENT
-    one = sorted(verdicts, key=lambda verdict: verdict.ratio or 0.0)[len(verdicts) // 2]
-    known = (one.ratio, one.ratio_low, one.ratio_high)
-    middle_, low, high = ("?" if value is None else number(value) for value in known)
-    return f"{middle_} ({low} to {high})"
+def _model_row(found: WorkloadComparison, row: PublishedRow) -> dict[str, str]:
+    """Texts of a row of ``models`` by column."""
+    compared, base = row.compared, found.baseline_row
+    verdicts = [one.verdict for one in row.records if one.verdict is not None and one.verdict.ratio is not None]
+    turns = sorted(verdicts, key=lambda one: one.ratio or 0.0)[len(verdicts) // 2] if verdicts else None
+    over, wait, pays = figure_text(row, RATIO), None, None
+    if compared is base:
+        over = "1"
+    elif base is not None and compared.cost is not None and base.cost is not None:
+        wait, pays = wait_seconds(compared, base), break_even_steps(compared.cost, base.cost)
+    elif turns is not None:
+        wait, pays = turns.wait_seconds, turns.break_even_steps
+    if compared.ratio is not None and not compared.ratio.shown:
+        over = NOT_SURE + over
+    chosen = dict.fromkeys("+".join(each["name"] for each in one.chosen_strategies) or "eager" for one in row.records)
+    became = f" → {', '.join(f'`{name}`' for name in chosen)}" if row.arm.startswith("auto") and row.records else ""
+    return {
+        "model": found.workload,
+        "arm": f"`{row.arm}`{became}",
+        "rounds": str(len(row.records)),
+        STEP: figure_text(row, STEP),
+        "device ms": figure_text(row, "device ms a step"),
+        RATIO: over,
+        "by turns": ABSENT if turns is None else _by_turns(turns),
+        "eager ms by turns": _milliseconds(turns),
+        "wait s": ABSENT if wait is None else f"{wait:.0f}",
+        "pays after": ABSENT if pays is None else "never" if pays == math.inf else rounded(pays),
+        "peak GiB": figure_text(row, "peak GiB"),
+        "graphs": figure_text(row, "graphs"),
+    }
+
+
+def _milliseconds(turns: RunVerdict | None) -> str:
+    return ABSENT if turns is None or turns.eager_step_seconds is None else number(turns.eager_step_seconds * 1e3)
+
+
+def _by_turns(verdict: RunVerdict) -> str:
+    """``1.55 (1.54 to 1.56)``: eager's seconds over the run's, with the 95% interval."""
+    known = (verdict.ratio, verdict.ratio_low, verdict.ratio_high)
+    middle, low, high = ("?" if value is None else number(value) for value in known)
+    return f"{middle} ({low} to {high})"
 
 
 def kernels(runs: Sequence[Run], link: str) -> list[str]:
