@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -217,15 +216,15 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
 
 
 def models(comparisons: Sequence[WorkloadComparison], palette: Palette) -> Figure | None:
-    """The steady speed of each arm over the baseline's, a line for each workload, the most gained first. Of the arms
-    those that were measured on half of the workloads or more. None where nothing was compared."""
+    """The steady speed of each arm over the baseline's, a line for each workload, the most gained first; of ``auto``
+    over its own first steps where the baseline was not run. None where nothing was compared."""
     gained: dict[str, dict[str, float]] = {}
     for one in comparisons:
-        ratios = {row.cell.arm: ratio for row in one.rows if (ratio := _over_baseline(row)) is not None}
+        compared = {row.cell.arm: over_own_eager(row) if row.ratio is None else row.ratio.value for row in one.rows}
+        ratios = {arm: ratio for arm, ratio in compared.items() if ratio is not None}
         if ratios:
             gained[one.workload] = ratios
-    counts = Counter(arm for ratios in gained.values() for arm in ratios)
-    arms = [arm for arm in palette if 2 * counts[arm] >= len(gained)][:MAX_ARMS]
+    arms = [arm for arm in palette if any(arm in ratios for ratios in gained.values())][:MAX_ARMS]
     gained = {name: {arm: ratios[arm] for arm in arms if arm in ratios} for name, ratios in gained.items()}
     names = sorted((name for name in gained if gained[name]), key=lambda name: -max(gained[name].values()))
     if not names:
@@ -253,12 +252,12 @@ def models(comparisons: Sequence[WorkloadComparison], palette: Palette) -> Figur
     return figure
 
 
-def _over_baseline(row: Row) -> float | None:
-    """By whole runs or, where none is eager's, by turns within its own."""
-    if row.ratio is not None:
-        return row.ratio.value
-    verdicts = [run.record.verdict for run in row.cell.finished]
-    found = [verdict.ratio for verdict in verdicts if verdict is not None and verdict.ratio is not None]
+def over_own_eager(row: Row) -> float | None:
+    """Of ``auto``, which begins in eager: its steps there over its steady ones, the median over its runs."""
+    found = []
+    for record in (run.record for run in row.cell.finished):
+        eager, step = record.report.get("auto_step_seconds", {}).get("eager"), record.step_seconds
+        found += [eager / step] if eager and step else []
     return statistics.median(found) if found else None
 
 

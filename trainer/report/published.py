@@ -31,7 +31,7 @@ from trainer.report.runs import Run, find, is_profiled, workload_of
 from trainer.report.statistics import break_even_steps, rounded
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.files import finite, written_whole
-from trainer.telemetry.record import RunRecord, RunVerdict
+from trainer.telemetry.record import RunRecord
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset({"events", "notes", "verdict", "audits", "skipped_items", "final_metrics"})
@@ -47,6 +47,8 @@ SOURCE = "Records"
 """Key of a picture's metadata: the digest of the records that it was drawn from."""
 REPORTED = frozenset({"parity", "profile", "cuda_graph"})
 """Strategies and checks whose reports are kept: verdicts and numbers."""
+AUTO = "auto_step_seconds"
+"""Name of the report that holds seconds a step of all that ``auto`` tried, by arm."""
 SAME, CURVES_ALONE = "same-", "losses-"
 """What the names of files begin with that hold no rows: arms beside themselves, and runs of which the losses count."""
 SEVERAL = "models"
@@ -98,6 +100,8 @@ def line_of(record: RunRecord) -> str:
     short = {name: value for name, value in values.items() if name not in LEFT_OUT and value != blank[name]}
     short["config"] = {name: value for name, value in record.config.items() if name != "compile"}  # in ``strategies``
     short["report"] = {name: _facts(facts) for name, facts in record.report.items() if name in REPORTED}
+    if table := record.report.get("auto", {}).get("table"):
+        short["report"][AUTO] = {arm: tried["step_seconds"] for arm, tried in table.items() if tried["step_seconds"]}
     if record.verdict is not None:
         short["verdict"] = {name: values["verdict"][name] for name in BY_TURNS if values["verdict"][name] is not None}
     for name, digits in CURVES.items():
@@ -276,8 +280,8 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
 def models(runs: Sequence[Run], link: str) -> list[str]:
     """The lines of a table of several workloads: a row for each arm of each; then conditions, marks, what to know.
 
-    Beside the ratio to eager's runs stands the one of steps by turns within a run, which a single run has as well, and
-    where no eager run was made, its step, the wait and break-even are those of that verdict.
+    Eager's step is that of its runs, or of ``auto``, which begins in eager. Where there is neither, it is the one of
+    the run's own windows by turns, each step of which was waited for: eager is no slower than that (≤).
     """
     texts, notes, records = [], [], []
     for found in workloads(runs):
@@ -296,42 +300,38 @@ def _model_row(found: WorkloadComparison, row: PublishedRow) -> dict[str, str]:
     compared, base = row.compared, found.baseline_row
     verdicts = [one.verdict for one in row.records if one.verdict is not None and one.verdict.ratio is not None]
     turns = sorted(verdicts, key=lambda one: one.ratio or 0.0)[len(verdicts) // 2] if verdicts else None
-    over, wait, pays = figure_text(row, RATIO), None, None
-    if compared is base:
-        over = "1"
-    elif base is not None and compared.cost is not None and base.cost is not None:
-        wait, pays = wait_seconds(compared, base), break_even_steps(compared.cost, base.cost)
+    eager, over, wait, pays, bound = None, ABSENT, None, None, ""
+    if base is not None:
+        over = "1" if compared is base else figure_text(row, RATIO)
+        over = NOT_SURE + over if compared.ratio is not None and not compared.ratio.shown else over
+        if compared is not base and compared.cost is not None and base.cost is not None:
+            wait, pays = wait_seconds(compared, base), break_even_steps(compared.cost, base.cost)
     elif turns is not None:
-        wait, pays = turns.wait_seconds, turns.break_even_steps
-    if compared.ratio is not None and not compared.ratio.shown:
-        over = NOT_SURE + over
+        wait, pays, eager, step = (
+            turns.wait_seconds,
+            turns.break_even_steps,
+            turns.eager_step_seconds,
+            compared.step_seconds,
+        )
+        if (own := pictures.over_own_eager(compared)) is not None:
+            over, eager = number(own), None if step is None else own * step.median
+        elif eager is not None and step is not None:
+            bound, over = "≤ ", f"≤ {number(eager / step.median)}"
     chosen = dict.fromkeys("+".join(each["name"] for each in one.chosen_strategies) or "eager" for one in row.records)
     became = f" → {', '.join(f'`{name}`' for name in chosen)}" if row.arm.startswith("auto") and row.records else ""
+    paid = ABSENT if pays is None else "never" if pays == math.inf else rounded(pays)
     return {
         "model": found.workload,
         "arm": f"`{row.arm}`{became}",
         "rounds": str(len(row.records)),
         STEP: figure_text(row, STEP),
-        "device ms": figure_text(row, "device ms a step"),
+        "eager ms": ABSENT if eager is None else f"{bound}{number(eager * 1e3)}",
         RATIO: over,
-        "by turns": ABSENT if turns is None else _by_turns(turns),
-        "eager ms by turns": _milliseconds(turns),
         "wait s": ABSENT if wait is None else f"{wait:.0f}",
-        "pays after": ABSENT if pays is None else "never" if pays == math.inf else rounded(pays),
+        "pays after": f"≥ {paid}" if bound and paid != ABSENT else paid,
         "peak GiB": figure_text(row, "peak GiB"),
         "graphs": figure_text(row, "graphs"),
     }
-
-
-def _milliseconds(turns: RunVerdict | None) -> str:
-    return ABSENT if turns is None or turns.eager_step_seconds is None else number(turns.eager_step_seconds * 1e3)
-
-
-def _by_turns(verdict: RunVerdict) -> str:
-    """``1.55 (1.54 to 1.56)``: eager's seconds over the run's, with the 95% interval."""
-    known = (verdict.ratio, verdict.ratio_low, verdict.ratio_high)
-    middle, low, high = ("?" if value is None else number(value) for value in known)
-    return f"{middle} ({low} to {high})"
 
 
 def kernels(runs: Sequence[Run], link: str) -> list[str]:
