@@ -244,7 +244,7 @@ def models(comparisons: Sequence[WorkloadComparison], palette: Palette) -> Figur
         ticks = [tick for tick in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24) if tick <= 1.3 * best[0]]
         lowest = min(min(gained[name].values()) for name in names)
         axes.set(xscale="log", xlim=(min(0.9, 0.93 * lowest), 1.1 * best[0]), ylim=(len(names) - 0.4, -0.6))
-        axes.set_xticks([tick for tick in ticks if tick >= 0.85 * lowest])
+        axes.set_xticks([tick for tick in ticks if tick >= min(1.0, 0.85 * lowest)])
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_yticks(range(len(names)), [cut(name, MAX_NAME) for name in names], color=INK, size=9)
