@@ -281,7 +281,7 @@ def models(runs: Sequence[Run], link: str) -> list[str]:
     """The lines of a table of several workloads: a row for each arm of each; then conditions, marks, what to know.
 
     Eager's step is that of its runs, or of ``auto``, which begins in eager. Where there is neither, it is the one of
-    the run's own windows by turns, each step of which was waited for: eager is no slower than that (≤).
+    the run's own windows by turns, which until 2026-11-28 were waited for step by step: eager is no slower (≤).
     """
     texts, notes, records = [], [], []
     for found in workloads(runs):
