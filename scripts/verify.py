@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser, positive
@@ -81,12 +82,16 @@ def work(options: argparse.Namespace) -> int:
 
 
 def published_rows(records: Path) -> dict[str, PublishedRow]:
-    """Every row by its name, ``FILE/ARM``. Raises ValueError where there are no records."""
-    without_rows = (published.SAME, published.CURVES_ALONE)
-    files = [file for file in sorted(records.glob("*.jsonl")) if not file.name.startswith(without_rows)]
-    if not files:
+    """Every row by its name. Raises ValueError where there are no records."""
+    if not (rows := published.published_rows(records)):
         raise ValueError(f"{records} has no records (*.jsonl): they are in a checkout; --records DIR says where else")
-    return {f"{file.stem}/{row.arm}": row for file in files for row in published.rows_of(find([file]))}
+    return rows
+
+
+def base_of(name: str, rows: Mapping[str, PublishedRow]) -> PublishedRow:
+    """The first row of the table, or of the part of it, that ``name`` is in."""
+    table = name.rpartition("/")[0]
+    return next(row for each, row in rows.items() if each.rpartition("/")[0] == table)
 
 
 def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
@@ -94,10 +99,10 @@ def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
     if len(options.what) != 1 or (name := options.what[0]) not in rows:
         given = f"{' '.join(options.what)!r} is not a row" if options.what else "name a row"
         raise ValueError(f"{given} of crucible verify --list")
-    row, file = rows[name], name.partition("/")[0]
+    row = rows[name]
     if row.records[0].device_type == "cuda" and not options.smoke and not has_gpu():
         raise ValueError(f"{name} is from {row.records[0].device}, and no GPU is here: --smoke trains its arm in small")
-    base = rows[next(each for each in rows if each.startswith(f"{file}/"))]
+    base = base_of(name, rows)
     out = options.out or Path("outputs/verify", f"{name.replace('/', '-')}-{datetime.datetime.now():%F_%H-%M-%S}")
     arguments = sweep_arguments(row, base, rounds=options.rounds, smoke=options.smoke, out=out)
     shown = shlex.join([*program(), *arguments])
@@ -128,7 +133,8 @@ def sweep_arguments(row: PublishedRow, base: PublishedRow, *, rounds: int, smoke
     shared = [word for word in command if word in base.records[0].command and not APART.match(word)]
     arms = dict.fromkeys((arm_of(base, shared), arm_of(row, shared)))
     if smoke:
-        shared = [f"experiment={in_small(command)}", "trainer.val_every_n_steps=0"]  # which peers need
+        which = [word for word in shared if word.startswith("task.model=")]
+        shared = [f"experiment={in_small(command)}", *which, "trainer.val_every_n_steps=0"]  # which peers need
     return [
         "-m",
         f"sweep={out}",

@@ -8,10 +8,12 @@ from tasks.forces.task import Forces
 from tasks.image_classification.task import ImageClassification, ImageFolder, LabelledShapes
 from tasks.language.sources import Stdlib, TextFiles
 from tasks.language.task import BertNetwork, Gpt2Network, LanguageModelling, LlamaNetwork, MaskedLM
+from tasks.library_model.task import LibraryModel
 from tasks.micro.task import Micro
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Captioning, Forces, ImageClassification, LanguageModelling, MaskedLM, Micro)
+    task.name: task
+    for task in (Captioning, Forces, ImageClassification, LanguageModelling, LibraryModel, MaskedLM, Micro)
 }
 """Tasks by their name on the command line."""
 

@@ -119,7 +119,7 @@ def test_every_published_row_can_be_run_again(edge: None, tmp_path: Path) -> Non
 
     rows = verify.published_rows(verify.RECORDS)
     for name, row in rows.items():
-        base = next(each for key, each in rows.items() if key.split("/")[0] == name.split("/")[0])
+        base = verify.base_of(name, rows)
         shared, small = (
             [word for word in arguments[2:] if not word.startswith("hydra.")]
             for smoke in (False, True)

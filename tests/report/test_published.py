@@ -33,7 +33,7 @@ from trainer.report.published import (
 )
 from trainer.report.runs import Run, arm_of, find, fixed_settings, parity_of
 from trainer.telemetry.machine_monitor import MachineFacts
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import RunRecord, RunVerdict
 
 ROUNDS = {"eager": (0.100, 0.200, 0.110), "regional": (0.080, 0.160, 0.092)}
 MACHINE = {"gpu_clock_mhz": 1755, "gpu_power_limit_watts": 700.0, "gpu_celsius": 61, "load_average": 1.5}
@@ -223,6 +223,53 @@ def test_kernels_are_a_table_of_their_own(tmp_path: Path) -> None:
 def test_several_workloads_make_no_table() -> None:
     with pytest.raises(ValueError, match="one workload"):
         rows_of(runs_of([record("eager"), record("eager", batch_size=64)]))
+
+
+def several() -> list[RunRecord]:
+    """Three rounds of one model, and of two others single runs without one of eager: one by ``auto``, which began in
+    eager, and one that was compared with eager by turns alone."""
+    other = [record("auto", step_seconds=0.1, round=1), record("whole", step_seconds=0.05, round=1)]
+    other[0].task, other[1].task = "swin", "vit"
+    other[0].chosen_strategies = [{"name": "whole"}, {"name": "cuda_graph"}]
+    other[0].report["auto"] = {"table": {"eager": {"step_seconds": 0.21}, "whole": {"step_seconds": None}}}
+    for one in other:
+        one.verdict = RunVerdict(
+            outcome="faster", ratio=1.95, eager_step_seconds=0.2, break_even_steps=90, next_command="mine"
+        )
+    return [*sweep(), *other]
+
+
+def test_models_are_one_table_with_a_ratio_for_each(tmp_path: Path) -> None:
+    records = tmp_path / "docs" / "results" / "records"
+    publish([on_disk(tmp_path / "runs", several())], records / "h100-models.jsonl")
+    page = records.parent / "page.md"
+    page.write_text("<!-- models: h100-models -->\n<!-- end -->\n![](../pictures/h100-models-ratios.png)\n")
+    picture = tmp_path / "docs" / "pictures" / "h100-models-ratios.png"
+    assert refresh(records) == [page, picture]
+    assert refresh(records) == [], "both are made once"
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert rows[0].startswith("| model | arm | rounds | ms a step | eager ms | over eager | pays after |")
+    assert any("| `regional` | 3 | 92.0 (80.0 to 160) | - | ~1.23 (1.20 to 1.25) |" in row for row in rows)
+    assert any("| swin | `auto` → `whole+cuda_graph` | 1 | 100 | 210 | 2.10 | 90 |" in row for row in rows)
+    assert any("| vit | `whole` | 1 | 50.0 | ≤ 200 | ≤ 4.00 | ≥ 90 |" in row for row in rows)
+    assert "mine" not in (records / "h100-models.jsonl").read_text(encoding="utf-8")
+    task = sweep()[0].task
+    assert sorted(published.published_rows(records)) == sorted(
+        f"h100-models/{row}" for row in (f"{task}/eager", f"{task}/regional", "swin/auto", "vit/whole")
+    )
+
+
+def test_a_summary_names_a_row_of_several_workloads(tmp_path: Path) -> None:
+    cold = [
+        record(arm, step_seconds=step, round=number, warmup_seconds=wait, start="cold", compile_seconds=compiled)
+        for number in (1, 2, 3)
+        for arm, step, wait, compiled in (("eager", 0.2, 1.0, None), ("regional", 0.1, 9.0, 5.0))
+    ]
+    for one in cold:
+        one.task = "swin"
+    publish([on_disk(tmp_path / "runs", [*sweep(), *cold])], tmp_path / "h100-models.jsonl")
+    lines = published.summary(["h100-models/swin/regional Swin, 64 images"], tmp_path)
+    assert lines[2].startswith("| Swin, 64 images | `regional` | 200 ms | 100 ms | 2.00 |")
 
 
 @pytest.mark.parametrize(

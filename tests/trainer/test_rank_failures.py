@@ -105,7 +105,7 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     backends.register()
     rank = int(os.environ["RANK"])
     if fault in DIES:
-        failures.LEARN_SECONDS = 0.5  # the other one leaves no word, which is looked for in vain
+        rank_failures.LEARN_SECONDS = 0.5  # the other one leaves no word, which is looked for in vain
     torch._dynamo.reset()
     L.seed_everything(0, verbose=False)
     module, options = Faulty(), dict[str, Any]()

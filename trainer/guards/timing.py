@@ -2,7 +2,8 @@
 
 No step is repeated to be timed. Once there are enough steady steps, two steps train in eager and two as the run does,
 again and again, for a small share of the run; each window's first step is left out, since it brings its code and memory
-back. A run that is slower says so, or goes on in eager. The record's verdict is made of the same steps.
+back. Nothing waits for the device between the steps of a half: eager launches ahead as it does without us. A run that
+is slower says so, or goes on in eager. The record's verdict is made of the same steps.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from strategies.base import eager
 from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
 from trainer.telemetry import hardware
 from trainer.telemetry.machine_monitor import now
+from trainer.telemetry.meter import StepClock
 from trainer.telemetry.serialization import number
 from trainer.telemetry.telemetry import Telemetry
 
@@ -72,7 +74,10 @@ class Timing(StepHook):
         self._window: Window | None = None
         self._in_eager = False
         self._left = 0
-        self._step_began: float | None = None
+        self._clock: StepClock | None = None
+        self._step_began: Any = None
+        self._laps: list[tuple[Any, Any]] = []
+        """Begin and end of the steps of half a window, in the device's own time."""
         self._replays = self._peak = 0
         self._eagerly = contextlib.ExitStack()
         self._found_slower = False
@@ -88,9 +93,12 @@ class Timing(StepHook):
         if self._in_eager:
             self._peak = hardware.peak_bytes(self._loop.device)
             self._eagerly.enter_context(eager(self._program))
-        hardware.synchronize(self._loop.device)
+        if self._clock is None:
+            self._clock = StepClock(self._loop.device)
+        if not self._laps:
+            hardware.synchronize(self._loop.device)  # for what the other half has launched
         self._replays = self._program.replays
-        self._step_began = now()
+        self._step_began = self._clock.now()
 
     def run(self, micro: MicroBatch, go: RunMicroBatch) -> dict[str, Any]:
         """In an eager window, without a graph."""
@@ -103,28 +111,28 @@ class Timing(StepHook):
         if not self._wanted or not stepped:
             return
         if self._window is not None and self._step_began is not None:
-            hardware.synchronize(self._loop.device)
-            seconds, self._step_began = now() - self._step_began, None
+            assert self._clock is not None
+            self._laps.append((self._step_began, self._clock.now()))
+            self._step_began = None
             self._eagerly.close()
             if self._in_eager:  # its memory is no part of the run's own
                 hardware.count_peak_from(self._loop.device, self._peak)
-            self._take(self._window, seconds)
+            self._left -= 1
+            if not self._left:
+                laps, self._laps = self._laps, []
+                self._take(self._window, [self._clock.seconds(*lap) for lap in laps])
         elif not self._planned and self._loop.steps_done % self._loop.log_every_n_steps == 0:
             self._plan_first()
 
-    def _take(self, window: Window, seconds: float) -> None:
-        self._left -= 1
-        replayed = self._program.replays > self._replays
+    def _take(self, window: Window, seconds: list[float]) -> None:
+        """The steps of half a window are over."""
         if self._in_eager:
-            self._spent += seconds
-        if self._left < WINDOW:
-            (window.eager_seconds if self._in_eager else window.compiled_seconds).append(seconds)
-        if self._left:
-            return
-        if self._in_eager:
+            self._spent += sum(seconds)
+            window.eager_seconds = seconds[1:]
             self._in_eager, self._left = False, 1 + WINDOW
             return
-        window.replayed, self._window = replayed, None
+        window.compiled_seconds = seconds[1:]
+        window.replayed, self._window = self._program.replays > self._replays, None
         self._windows.append(window)
         self._judge()
         if len(self._windows) >= MAX_WINDOWS or self._found_slower:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.report.comparison import WorkloadComparison
+from trainer.report.comparison import Row, WorkloadComparison
 from trainer.report.tables import interval, marked, number
 from trainer.telemetry.serialization import shorten
 
@@ -213,6 +213,52 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     return figure
+
+
+def models(comparisons: Sequence[WorkloadComparison], palette: Palette) -> Figure | None:
+    """The steady speed of each arm over the baseline's, a line for each workload, the most gained first; of ``auto``
+    over its own first steps where the baseline was not run. None where nothing was compared."""
+    gained: dict[str, dict[str, float]] = {}
+    for one in comparisons:
+        compared = {row.cell.arm: over_own_eager(row) if row.ratio is None else row.ratio.value for row in one.rows}
+        ratios = {arm: ratio for arm, ratio in compared.items() if ratio is not None}
+        if ratios:
+            gained[one.workload] = ratios
+    arms = [arm for arm in palette if any(arm in ratios for ratios in gained.values())][:MAX_ARMS]
+    gained = {name: {arm: ratios[arm] for arm in arms if arm in ratios} for name, ratios in gained.items()}
+    names = sorted((name for name in gained if gained[name]), key=lambda name: -max(gained[name].values()))
+    if not names:
+        return None
+    best = [max(gained[name].values()) for name in names]
+    title = f"Times as fast as {comparisons[0].baseline}: the best arm {number(best[-1])} to {number(best[0])}"
+    with _panels([title], arms, palette) as (figure, (axes,)):
+        from matplotlib.ticker import FuncFormatter, NullLocator
+
+        figure.set_figheight(1.4 + LINE_INCHES * (1.3 * len(names) + math.ceil(len(arms) / 2)))
+        for place, name in enumerate(names):
+            ratios = gained[name]
+            axes.plot([min(ratios.values()), max(ratios.values())], [place, place], color=GRID, linewidth=4, zorder=1)
+            for arm, ratio in ratios.items():
+                axes.plot(ratio, place, "o", color=palette[arm], markeredgecolor=PAPER, zorder=3)
+        axes.axvline(1.0, color=MUTED, linewidth=1.0)
+        ticks = [tick for tick in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24) if tick <= 1.3 * best[0]]
+        lowest = min(min(gained[name].values()) for name in names)
+        axes.set(xscale="log", xlim=(min(0.9, 0.93 * lowest), 1.1 * best[0]), ylim=(len(names) - 0.4, -0.6))
+        axes.set_xticks([tick for tick in ticks if tick >= min(1.0, 0.85 * lowest)])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_yticks(range(len(names)), [shorten(name, MAX_NAME) for name in names], color=INK, size=9)
+        axes.grid(False, axis="y")
+    return figure
+
+
+def over_own_eager(row: Row) -> float | None:
+    """Of ``auto``, which begins in eager: its steps there over its steady ones, the median over its runs."""
+    found = []
+    for record in (run.record for run in row.cell.finished):
+        eager, step = record.report.get("auto_step_seconds", {}).get("eager"), record.step_seconds
+        found += [eager / step] if eager and step else []
+    return statistics.median(found) if found else None
 
 
 Draw = Callable[[WorkloadComparison, Palette], "Figure | None"]

@@ -3,7 +3,8 @@ makes of them, and whether figures measured elsewhere agree with them. ``crucibl
 
 A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one workload, a line each. A page shows their
 table between ``<!-- table: NAME -->`` and ``<!-- end -->``; of ``losses-*.jsonl`` it shows the picture alone. Files
-``same-*.jsonl``, of arms beside themselves, are for tests of the statistics. A ratio is the one that ``crucible
+``*-models.jsonl`` hold several workloads; ``<!-- models: NAME -->`` begins a table of them all. Files ``same-*.jsonl``,
+of arms beside themselves, are for tests of the statistics. A ratio is the one that ``crucible
 compare`` gives, with the least and the largest of the rounds; other figures are medians. Of runs under the profiler
 only the device's own time of a step is taken, and the cold warm-up where no other run was; ``<!-- kernels: NAME -->``
 begins a table of what the device did in them. Where a page shows ``docs/pictures/NAME-PICTURE.png``, that picture
@@ -26,26 +27,35 @@ from typing import Any
 
 from trainer.report import pictures
 from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_runs, unlike_conditions, wait_seconds
-from trainer.report.runs import Run, find, is_profiled
-from trainer.report.statistics import rounded
+from trainer.report.runs import Run, find, is_profiled, workload_of
+from trainer.report.statistics import break_even_steps, rounded
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.serialization import nan_to_none, written_whole
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset({"events", "notes", "verdict", "audits", "skipped_items", "final_metrics"})
-"""What neither a table nor a picture nor a verification reads."""
+"""What neither a table nor a picture nor a verification reads, but for some of the verdict."""
+BY_TURNS = (
+    *("outcome", "reason", "ratio", "ratio_low", "ratio_high", "pairs", "batches"),
+    *("eager_step_seconds", "step_seconds", "wait_seconds", "break_even_steps"),
+)
+"""What is kept of a run's verdict: the ratio of its own steps and eager's, by turns."""
 CURVES = {"progress": 2, "losses": 5}
 """Curves of a record, with the digits after the point that are kept."""
 SOURCE = "Records"
 """Key of a picture's metadata: the digest of the records that it was drawn from."""
 REPORTED = frozenset({"parity", "profile", "cuda_graph"})
 """Strategies and checks whose reports are kept: verdicts and numbers."""
+AUTO = "auto_step_seconds"
+"""Name of the report that holds seconds a step of all that ``auto`` tried, by arm."""
 SAME, CURVES_ALONE = "same-", "losses-"
 """What the names of files begin with that hold no rows: arms beside themselves, and runs of which the losses count."""
+SEVERAL = "models"
+"""What the names of files end with that hold several workloads."""
 MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
-MARK = re.compile(r"(<!-- (table|kernels): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- (table|models|kernels): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- summary\n(.*?)-->\n).*?(<!-- end -->)", re.DOTALL)
 """The table of the README: a row a line, ``FILE/ARM what is trained``."""
 SUMMARY = re.compile(r"(<!-- summary\n(.*?)\n-->\n).*?(<!-- end -->)", re.DOTALL)
@@ -90,6 +100,10 @@ def line_of(record: RunRecord) -> str:
     short = {name: value for name, value in values.items() if name not in LEFT_OUT and value != blank[name]}
     short["config"] = {name: value for name, value in record.config.items() if name != "compile"}  # in ``strategies``
     short["report"] = {name: _facts(facts) for name, facts in record.report.items() if name in REPORTED}
+    if table := record.report.get("auto", {}).get("table"):
+        short["report"][AUTO] = {arm: tried["step_seconds"] for arm, tried in table.items() if tried["step_seconds"]}
+    if record.verdict is not None:
+        short["verdict"] = {name: values["verdict"][name] for name in BY_TURNS if values["verdict"][name] is not None}
     for name, digits in CURVES.items():
         if name in short:
             short[name] = [[int(step), round(value, digits)] for step, value in short[name]]
@@ -115,11 +129,11 @@ def publish(paths: Iterable[str | Path], file: Path) -> int:
     """Write the records of the runs below ``paths`` into ``file``, in the order in which they ran; returns how many.
 
     Runs that someone stopped are left out, failed ones are not. Raises ValueError when they are of several workloads,
-    unless the file is one of arms beside themselves.
+    unless the file is for these, or of arms beside themselves.
     """
     ended = [run for run in find(paths) if run.record.status in ("finished", "failed")]
     runs = sorted(ended, key=lambda run: run.record.started or "")
-    if not file.name.startswith(SAME):
+    if not (file.name.startswith(SAME) or file.stem.endswith(SEVERAL)):
         rows_of(runs)
     with written_whole(file, "w") as out:
         out.writelines(f"{line_of(run.record)}\n" for run in runs)
@@ -131,20 +145,46 @@ def rows_of(runs: Sequence[Run]) -> list[PublishedRow]:
     return [] if runs and all(map(is_profiled, runs)) else rows_in(_compared(runs), runs)
 
 
+def published_rows(records: Path = RECORDS) -> dict[str, PublishedRow]:
+    """Every row of the files in ``records`` by its name: ``FILE/ARM``, or ``FILE/WORKLOAD/ARM``."""
+    rows: dict[str, PublishedRow] = {}
+    for file in sorted(records.glob("*.jsonl")):
+        if file.name.startswith((SAME, CURVES_ALONE)):
+            continue
+        runs = find([file])
+        if file.stem.endswith(SEVERAL):
+            for found in workloads(runs):
+                rows |= {f"{file.stem}/{found.workload}/{row.arm}": row for row in rows_in(found, runs)}
+        else:
+            rows |= {f"{file.stem}/{row.arm}": row for row in rows_of(runs)}
+    return rows
+
+
+def workloads(runs: Sequence[Run]) -> list[WorkloadComparison]:
+    """The comparison of each workload in ``runs``, without runs under the profiler."""
+    return compare_runs([run for run in runs if not is_profiled(run)])
+
+
 def _compared(runs: Sequence[Run]) -> WorkloadComparison:
-    compared = compare_runs([run for run in runs if not is_profiled(run)])
+    compared = workloads(runs)
     if len(compared) != 1:
         raise ValueError(f"a table is of one workload, these are {', '.join(found.workload for found in compared)}")
     return compared[0]
 
 
 def rows_in(found: WorkloadComparison, runs: Sequence[Run] = ()) -> list[PublishedRow]:
-    """A row for each arm; ``runs`` may hold profiled ones beside those that are compared."""
+    """A row for each arm; ``runs`` may hold profiled ones beside those that are compared, and other workloads."""
     base = found.baseline_row
     rows = []
     for row in found.rows:
-        strategies = row.cell.runs[0].record.strategies
-        profiled = [run.record for run in runs if is_profiled(run) and run.record.strategies == strategies]
+        one = row.cell.runs[0].record
+        profiled = [
+            run.record
+            for run in runs
+            if is_profiled(run)
+            and run.record.strategies == one.strategies
+            and workload_of(run.record) == workload_of(one)
+        ]
         figures = _figures(row, base if row is not base else None, profiled)
         rounds = figures.get(RATIO) or figures.get(STEP, ())
         spread = (max(rounds) - min(rounds)) / statistics.median(rounds) if len(rounds) > 1 else None
@@ -239,6 +279,63 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
     return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
 
 
+def models(runs: Sequence[Run], link: str) -> list[str]:
+    """The lines of a table of several workloads: a row for each arm of each; then conditions, marks, what to know.
+
+    Eager's step is that of its runs, or of ``auto``, which begins in eager. Where there is neither, it is the one of
+    the run's own windows by turns, which until 2026-11-28 were waited for step by step: eager is no slower (≤).
+    """
+    texts, notes, records = [], [], []
+    for found in workloads(runs):
+        for row in rows_in(found, runs):
+            records += row.records
+            texts.append(_model_row(found, row))
+            notes += [f"{found.workload}, `{row.arm}`: {flag}." for flag in row.compared.flags]
+    columns = {name: [text[name] for text in texts] for name in texts[0]}
+    notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
+    conditions = f"{conditions_of(records)} · [records]({link})"
+    return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
+
+
+def _model_row(found: WorkloadComparison, row: PublishedRow) -> dict[str, str]:
+    """Texts of a row of ``models`` by column."""
+    compared, base = row.compared, found.baseline_row
+    verdicts = [one.verdict for one in row.records if one.verdict is not None and one.verdict.ratio is not None]
+    turns = sorted(verdicts, key=lambda one: one.ratio or 0.0)[len(verdicts) // 2] if verdicts else None
+    eager, over, wait, pays, bound = None, ABSENT, None, None, ""
+    if base is not None:
+        over = "1" if compared is base else figure_text(row, RATIO)
+        over = NOT_SURE + over if compared.ratio is not None and not compared.ratio.shown else over
+        if compared is not base and compared.cost is not None and base.cost is not None:
+            wait, pays = wait_seconds(compared, base), break_even_steps(compared.cost, base.cost)
+    elif turns is not None:
+        wait, pays, eager, step = (
+            turns.wait_seconds,
+            turns.break_even_steps,
+            turns.eager_step_seconds,
+            compared.step_seconds,
+        )
+        if (own := pictures.over_own_eager(compared)) is not None:
+            over, eager = number(own), None if step is None else own * step.median
+        elif eager is not None and step is not None:
+            bound, over = "≤ ", f"≤ {number(eager / step.median)}"
+    chosen = dict.fromkeys("+".join(each["name"] for each in one.chosen_strategies) or "eager" for one in row.records)
+    became = f" → {', '.join(f'`{name}`' for name in chosen)}" if row.arm.startswith("auto") and row.records else ""
+    paid = ABSENT if pays is None else "never" if pays == math.inf else rounded(pays)
+    return {
+        "model": found.workload,
+        "arm": f"`{row.arm}`{became}",
+        "rounds": str(len(row.records)),
+        STEP: figure_text(row, STEP),
+        "eager ms": ABSENT if eager is None else f"{bound}{number(eager * 1e3)}",
+        RATIO: over,
+        "wait s": ABSENT if wait is None else f"{wait:.0f}",
+        "pays after": f"≥ {paid}" if bound and paid != ABSENT else paid,
+        "peak GiB": figure_text(row, "peak GiB"),
+        "graphs": figure_text(row, "graphs"),
+    }
+
+
 def kernels(runs: Sequence[Run], link: str) -> list[str]:
     """The lines of a table of the longest kernels, for each run under the profiler that has kept them."""
     lines = []
@@ -269,8 +366,9 @@ def summary(lines: Sequence[str], records: Path = RECORDS) -> list[str]:
     texts, measured = [], []
     for line in lines:
         name, _, title = line.partition(" ")
-        file, _, arm = name.partition("/")
-        found = _compared(find([records / f"{file}.jsonl"]))
+        file, *which, arm = name.split("/")
+        every = workloads(find([records / f"{file}.jsonl"]))
+        found = next((one for one in every if [one.workload] == which), every[0])
         # Of these two alone: other arms may have started with filled caches only.
         runs = [run for row in found.rows if row.cell.arm in (found.baseline, arm) for run in row.cell.finished]
         both = compare_runs(runs)[0] if runs else found
@@ -308,7 +406,7 @@ def refreshed(text: str, records: Path = RECORDS) -> str:
 
     def made(match: re.Match[str]) -> str:
         file = records / f"{match[3]}.jsonl"
-        lines = {"table": table, "kernels": kernels}[match[2]](find([file]), f"records/{file.name}")
+        lines = {"table": table, "models": models, "kernels": kernels}[match[2]](find([file]), f"records/{file.name}")
         return "\n".join((match[1].rstrip("\n"), *lines, match[4]))
 
     def summed(match: re.Match[str]) -> str:
@@ -330,8 +428,9 @@ def refresh(records: Path = RECORDS) -> list[Path]:
                 out.write(new)
             changed.append(page)
     for target, file, draw in stale_pictures(records):
-        found = _compared(find([file]))
-        if (figure := draw(found, pictures.arm_colours([found]))) is None:
+        found = workloads(find([file]))
+        colours = pictures.arm_colours(found)
+        if (figure := pictures.models(found, colours) if draw is None else draw(found[0], colours)) is None:
             raise ValueError(f"{file} has no figures for {target.name}")
         pictures.save(figure, target, metadata={SOURCE: _digest(file)})
         changed.append(target)
@@ -345,15 +444,19 @@ def _pages(records: Path) -> list[Path]:
     return sorted(records.parent.glob("*.md")) + [readme] * ours
 
 
-def stale_pictures(records: Path = RECORDS) -> Iterator[tuple[Path, Path, pictures.Draw]]:
-    """Pictures that a page shows and that are not drawn from the records of their name, with the file of these."""
+def stale_pictures(records: Path = RECORDS) -> Iterator[tuple[Path, Path, pictures.Draw | None]]:
+    """Pictures that a page shows and that are not drawn from the records of their name, with the file of these, and
+    with who draws them; None = ``pictures.models``."""
     docs = records.resolve().parent.parent
     if docs.name != "docs":
         return  # kept elsewhere: no page shows them, and somebody's folders are not searched for one
     pages = [page for page in (docs.parent / "README.md", *docs.rglob("*.md")) if page.is_file()]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     for file in sorted(records.glob("*.jsonl")):
-        for kind, (draw, _) in pictures.PICTURES.items():
+        kinds: dict[str, pictures.Draw | None] = {kind: draw for kind, (draw, _) in pictures.PICTURES.items()}
+        if file.stem.endswith(SEVERAL):
+            kinds = {"ratios": None}
+        for kind, draw in kinds.items():
             name = f"{file.stem}-{kind}.png"
             target = docs / "pictures" / name
             content = target.read_bytes() if target.is_file() else b""

@@ -34,7 +34,7 @@ ANYTHING = 10.0
 """Times that an arm may be as fast, from which on an interval says nothing: two rounds that differ by as much."""
 GAP = 2
 """Blanks between columns."""
-TEXT_COLUMNS = ("arm", "runs", "kernel", "training", "strategy", "what", "change")
+TEXT_COLUMNS = ("model", "arm", "runs", "kernel", "training", "strategy", "what", "change")
 """Columns that are read from the left; all others hold figures."""
 MIN_ARM = 12
 """Characters that an arm's name gets at least; longer ones go on in the next line."""

@@ -377,13 +377,14 @@ class StepClock:
         """Time ``step``, once; steps are read in their order. Waits for the device where it is not yet that far."""
         if not step.laps:
             return
-        step.seconds = sum(self._seconds(*lap) for lap in step.laps)
+        step.seconds = sum(self.seconds(*lap) for lap in step.laps)
         if step.fetches:
-            step.waited_seconds = sum(self._seconds(*fetch) for fetch in step.fetches)
-        self.ends.append(self._seconds(self._first, step.laps[-1][1]))
+            step.waited_seconds = sum(self.seconds(*fetch) for fetch in step.fetches)
+        self.ends.append(self.seconds(self._first, step.laps[-1][1]))
         step.laps, step.fetches = [], []
 
-    def _seconds(self, began: Any, ended: Any) -> float:
+    def seconds(self, began: Any, ended: Any) -> float:
+        """Between two points. Waits for the device where it has not come to the second one."""
         if not self._on_cuda:
             return float(ended - began)
         ended.synchronize()
