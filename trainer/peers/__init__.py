@@ -10,6 +10,7 @@ own network of the same sizes. As arms of a sweep they alternate with ours:
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -163,11 +164,15 @@ def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured
         wrapped = wrap(work, module, blocks) if several else None
     trained = PeerLoop(work, *optimizer_and_schedule(module))
     trained.wrapped = wrapped
+    give_back = None
     if captured:
         if sharded:
             trained.step_local_shards()
-        trained.take_over(captured_steps(trained))
+        give_back = trained.take_over(captured_steps(trained))
     trained.train_on(work.loader())
+    if give_back is not None:
+        give_back()
+        gc.collect()  # a graph that is still there holds NCCL's communicators, and the group waits for them at its end
     if captured and not trained.replays:
         raise RuntimeError("run.peer=loop_captured replayed no step: it captures one after the first steps")
     return trained
