@@ -46,14 +46,15 @@ def test_200_steps_of_a_captured_network_are_eagers(accumulate: int, precision: 
 
 @pytest.mark.parametrize(
     ("arm", "scope"),
-    [("regional", ()), ("[regional,cuda_graph]", ("step",)), ("[regional,cuda_graph]", ("network",))],
+    [("regional", ()), ("cuda_graph", ("step",)), ("cuda_graph", ("network",))],
     ids=["regional", "step", "network"],
 )
 def test_a_run_goes_on_in_a_new_process_as_if_it_had_not_been_stopped(
     arm: str, scope: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With Inductor's own dropout. ``parity=off``: with checks, the first step after a resume runs eager, whose kernels
-    round otherwise."""
+    """With dropout: Inductor's own, or eager's in graphs. Not where both are in use: before a new process captures, one
+    step is observed in eager, which has other dropout masks and rounds otherwise than Inductor's kernels. The same for
+    checks, so that it is ``parity=off``."""
     given = [*ON_GPU, f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", "task.size.dropout=0.1"]
     given += ["parity=off", "trainer.precision=32-true", *(f"compile.cuda_graph.scope={one}" for one in scope)]
     whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
