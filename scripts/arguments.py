@@ -24,8 +24,8 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
     ``looks`` says who looks at what, for the message. Raises ValueError.
     """
     from strategies import Whole
+    from trainer.availability import require_present
     from trainer.config import compose
-    from trainer.presence import require_present
 
     config = compose(overrides, config_dir=config_dir)
     if config.run.name != "train":
@@ -88,9 +88,9 @@ def exit_code(work: Callable[[StopRequest], int], *, place: object = "", interru
             name = signal.Signals(stop.signum).name
             print(f"interrupted ({name}){': ' * bool(interrupted)}{interrupted}", file=sys.stderr)
             return 128 + stop.signum
-        from trainer import errors  # Hydra's as well, which takes a while to import
+        from trainer import config_errors  # Hydra's as well, which takes a while to import
 
-        if not isinstance(error, (*errors.REFUSALS, OSError)):
+        if not isinstance(error, (*config_errors.REFUSALS, OSError)):
             raise
-        errors.report(error, str(place))
+        config_errors.report(error, str(place))
         return REFUSED

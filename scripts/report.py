@@ -29,8 +29,8 @@ from trainer.report.pictures import PICTURES, arm_colours, save
 from trainer.report.runs import find
 from trainer.report.statistics import FASTER, best_at
 from trainer.report.tables import Columns
-from trainer.telemetry.files import counted, written_whole
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.serialization import counted, written_whole
 
 EXAMPLES = """\
 examples:

@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser, positive
+from trainer.advice import program
 from trainer.report import published
 from trainer.report.published import LOSS, RATIO, RECORDS, TIME_TOLERANCE, TOLERANCES, PublishedRow
 from trainer.report.runs import find
 from trainer.report.tables import NOT_SURE
 from trainer.sweep.plan import quoted
-from trainer.telemetry.files import counted
-from trainer.words import program
+from trainer.telemetry.serialization import counted
 
 MORE = f"""\
 examples:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from strategies.cuda_graph.capture import StepGraphs
     from strategies.cuda_graph.network import NetworkGraphs
-    from strategies.loop import Loop
+    from strategies.cuda_graph.step_graphs import StepGraphs
+    from strategies.loop_protocol import Loop
     from strategies.padding import Padding
     from strategies.region import Checking, Kind, Region
     from strategies.regions import Found, Recomputed
 
 
-def holds(outer: str, path: str) -> bool:
+def is_ancestor(outer: str, path: str) -> bool:
     """Whether the submodule at ``path`` is the one at ``outer`` or lies in it; paths as in ``named_modules``."""
     return not outer or path == outer or path.startswith(f"{outer}.")
 
@@ -191,8 +191,8 @@ class Program:
     def capture_settled(self) -> bool:
         """Whether nothing that the last step called waits for a graph."""
         step, network = self.step, self.network
-        settled = step is None or step.given_up or step.settled
-        return settled and (network is None or not network.wanted or network.settled)
+        settled = step is None or step.given_up or step.done_capturing
+        return settled and (network is None or not network.wanted or network.done_capturing)
 
     @property
     def replays(self) -> int:
@@ -391,7 +391,7 @@ def end(strategies: Iterable[Strategy], program: Program) -> None:
             ends.callback(strategy.end, program)
 
 
-def give_up_others(program: Program, reason: str) -> list[str]:
+def disable_other_strategies(program: Program, reason: str) -> list[str]:
     """Let all that is compiled beside regions and captured steps run eager from now on; returns whose it was."""
     given_up = program.compiled_beside_regions
     for strategy in given_up:

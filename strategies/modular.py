@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from strategies.base import Program, Stage, Strategy, holds, wrong
-from strategies.options import ModuleRequest, near
+from strategies.base import Program, Stage, Strategy, is_ancestor, wrong
+from strategies.compile_options import ModuleRequest, suggestion
 
 HOW = ("whole", "regional", "off")
 KEY = "compile.modular.parts"
@@ -78,7 +78,9 @@ class Modular(Strategy):
             planned[name] = [path for path, owner in owners.items() if owner == name]
             compile_regions(program, part, planned[name], small=part.how == "regional")
         covered, declared = [*owners, *off], (*program.blocks, *program.parts)
-        left = [path for path in declared if not any(holds(one, path) or holds(path, one) for one in covered)]
+        left = [
+            path for path in declared if not any(is_ancestor(one, path) or is_ancestor(path, one) for one in covered)
+        ]
         if left:
             program.notes.append(
                 f"modular: no part names these declared submodules, so they stay eager: {', '.join(left)}"
@@ -87,15 +89,17 @@ class Modular(Strategy):
 
     def _owners(self, program: Program, targets: Mapping[str, list[str]], off: Mapping[str, str]) -> dict[str, str]:
         """The part that each compiled submodule belongs to."""
-        from strategies.regions import called_for
+        from strategies.regions import callable_paths
 
         owners: dict[str, str] = {}
         for name, part in self._compiled().items():
             found = targets[name]
-            regions = called_for(program.module, found) if part.how == "whole" else _blocks(program, found, name)
-            kept = [path for path in regions if not any(holds(outer, path) for outer in off)]
+            regions = callable_paths(program.module, found) if part.how == "whole" else _blocks(program, found, name)
+            kept = [path for path in regions if not any(is_ancestor(outer, path) for outer in off)]
             if not kept:
-                because = {repr(owner): None for outer, owner in off.items() for path in regions if holds(outer, path)}
+                because = {
+                    repr(owner): None for outer, owner in off.items() for path in regions if is_ancestor(outer, path)
+                }
                 by = f", all is off because of {', '.join(because)}" if because else ""
                 raise ValueError(f"{KEY}: {name!r} holds no module to compile{by}")
             for path in kept:
@@ -129,7 +133,7 @@ def _part(key: str, given: Any) -> Part:
         if option not in known:
             path = f"{key.removeprefix(f'{KEY}.')}.{option}"
             nested = f"; for the path {path} write '+{KEY}={{{path}:{{...}}}}'"
-            hint = nested if isinstance(value, Mapping) else near(str(option), known)
+            hint = nested if isinstance(value, Mapping) else suggestion(str(option), known)
             raise ValueError(f"{key}.{option} is not an option{hint}")
         kind = kinds[option]
         allowed = (dict,) if get_origin(kind) is dict else get_args(kind) or (kind,)
@@ -158,7 +162,7 @@ def _resolve(program: Program, key: str) -> list[str]:
     within = [path for path in paths if key in path.split(".")][:3]
     raise ValueError(
         f"{KEY}.{key}: matches no submodule"
-        + (near(key, [*names, *paths]) or (f"; near: {', '.join(within)}" if within else ""))
+        + (suggestion(key, [*names, *paths]) or (f"; near: {', '.join(within)}" if within else ""))
         + (f"; the task declares: {', '.join(names)}" if names else "; the module declares no names, write paths")
     )
 
@@ -191,6 +195,6 @@ def _blocks(program: Program, paths: Iterable[str], name: str) -> list[str]:
             raise ValueError(
                 f"{KEY}.{name}: {path} holds no repeated blocks to compile regionally; set {KEY}.{name}.how=whole"
             )
-        beside = [part for part in program.parts if holds(path, part)]
-        regions += [*blocks, *(part for part in beside if not any(holds(block, part) for block in blocks))]
+        beside = [part for part in program.parts if is_ancestor(path, part)]
+        regions += [*blocks, *(part for part in beside if not any(is_ancestor(block, part) for block in blocks))]
     return regions

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from strategies.base import Program, Stage, Strategy, wrong
-from strategies.options import ModuleOptions
+from strategies.compile_options import ModuleOptions
 
 HOW = ("mark", "always", "automatic")
 
@@ -18,20 +18,20 @@ class NothingRepeats(ValueError):
     """A module without repeated blocks."""
 
 
-CANDIDATES = ("regional", "whole", "cuda_graph")
+CANDIDATES = ("regional", "whole", "second_order", "cuda_graph")
 """Strategies that a choice may be made among; eager always is one, and cuda_graph joins any other."""
 
 
 def compile_children(program: Program, request: ModuleOptions) -> list[str]:
     """Hand each child of the module that owns parameters to the compiler; returns their paths. Where there is none, the
     strategy runs eager."""
-    from strategies.regions import Found, called_for, compile_regions
+    from strategies.regions import Found, callable_paths, compile_regions
 
     paths = [path for path, child in program.module.named_children() if any(True for _ in child.parameters())]
     if not paths:
         program.given_up[request.name] = "the module has no child with parameters to compile"
         program.notes.append(f"{request.name}: {program.given_up[request.name]}; it runs eager")
-    compiled = called_for(program.module, paths)
+    compiled = callable_paths(program.module, paths)
     for path in compiled:
         compile_regions(program, request, [path], small=False)
     program.found = Found(request, tuple(compiled), small=False)
@@ -53,9 +53,9 @@ class Whole(ModuleOptions):
     """Stop with the reason at a graph break instead of splitting the graph."""
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import called_for, compile_regions
+        from strategies.regions import callable_paths, compile_regions
 
-        for path in called_for(program.module, program.whole):
+        for path in callable_paths(program.module, program.whole):
             compile_regions(program, self, [path], small=False)
         if not program.whole and (children := compile_children(program, self)):
             program.notes.append(
@@ -203,7 +203,8 @@ class Auto(Strategy):
     """Choose how modules are compiled, and whether steps are captured, while the run trains.
 
     Eager first, timed on the training's own steps. Then what may save the most for each second of setting up: steps
-    captured, ``regional``, ``whole``, one change at a time. A candidate is tried only where the steps to come can pay
+    captured, ``regional``, ``whole``, one change at a time; ``second_order`` where one of these was found to be in the
+    way of a gradient of the network within the loss. A candidate is tried only where the steps to come can pay
     for it. It takes over between two steps, its regions are checked as those of any strategy are, its real steps are
     timed, and it stays if it is faster; else what was best before trains on. The decision, with its table, is in the
     record, and is remembered: a second run of the same program begins with what was best. ``trainer.auto`` does the
@@ -218,7 +219,7 @@ class Auto(Strategy):
     chooser: ClassVar[str | None] = "trainer.auto.chooser:Chooser"
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
-    """Strategies to choose among, of ``regional``, ``whole`` and ``cuda_graph``."""
+    """Strategies to choose among, of ``regional``, ``whole``, ``second_order`` and ``cuda_graph``."""
     planned_steps: int | None = None
     """Optimizer steps that the choice is made for; null = those that this run has before it. Set it where this run
     is the first of several that go on from each other."""

@@ -5,7 +5,7 @@
     compiled   calls of proven kinds run compiled
     failed     it did not compile, or was not eager's: eager for good, for a reason
 
-States change between steps, in ``Region.become``. ``StandIn.stand`` is the only writer of torch's
+States change between steps, in ``Region.set_state``. ``StandIn.replace_call`` is the only writer of torch's
 ``_compiled_call_impl``. Outside of a step or an evaluation the module is plain, and so it is where tracers, dispatch
 modes or transforms look at it.
 """
@@ -29,11 +29,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from strategies.check import Outcome, check_call, written_to
-from strategies.compare import MULTIPLES, SINGLE, Difference, autocast_unit
-from strategies.errors import REPLACED, is_compile_error, is_out_of_memory, one_line
+from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
+from strategies.region_check import Outcome, check_call, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, allow, functions_behind, known
+from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
 
 MAX_CHECKED = 8
 """Signatures of one kind of region that are checked at their first call; further ones by audits."""
@@ -157,7 +157,7 @@ class Kind:
             proof.proven |= proof.clean
         return [one for one in self.regions if one.settle()]
 
-    def ask(self, *, of_all: bool = True) -> None:
+    def request_checks(self, *, of_all: bool = True) -> None:
         """Check the next call of each signature once more; unless ``of_all``, other signatures than the next that is
         called wait until there is time."""
         self.owed = {True, False}
@@ -178,7 +178,7 @@ class Kind:
         if self.failure is None:
             self.failure, self.error, self.differs = reason, error, list(differs)
 
-    def heal(self) -> None:
+    def apply_remedy(self) -> None:
         """Where its first check has failed and something is known to help: compile with that, and check anew."""
         if not (self.differs or self.error) or self.is_proven:
             return
@@ -197,7 +197,7 @@ class Kind:
         if remedy.functions:
             allow(self.functions)
         for region in self.regions:
-            region.renew(remedy.options)
+            region.recompile_with(remedy.options)
 
     def _may_help(self, remedy: Remedy) -> bool:
         if remedy.functions:
@@ -261,7 +261,7 @@ class StandIn:
         self.module = module
         self.before: Callable[..., Any] | None = None
 
-    def stand(self, standing: bool) -> None:
+    def replace_call(self, standing: bool) -> None:
         """Take the module's call, or give it back."""
         attributes = vars(self.module)
         now = attributes.get("_compiled_call_impl")
@@ -335,17 +335,17 @@ class Region(StandIn):
 
     # ---- the state -------------------------------------------------------------------------------------------------
 
-    def become(self, state: State, reason: str = "", *, active: bool | None = None) -> None:
+    def set_state(self, state: State, reason: str = "", *, active: bool | None = None) -> None:
         """Change the state, and whether a step or an evaluation is under way (None: as it is)."""
         self.state, self.reason = state, reason or self.reason
         if active is not None:
             self._active = active
-        self.stand(self._active and state in (State.CHECKING, State.COMPILED))
+        self.replace_call(self._active and state in (State.CHECKING, State.COMPILED))
 
     def activate(self, active: bool) -> None:
         """A step or an evaluation begins, or is over."""
         if active != self._active:
-            self.become(self.state, active=active)
+            self.set_state(self.state, active=active)
         self._eager_in_step = self._compiled_in_step = False
 
     def settle(self) -> bool:
@@ -353,12 +353,12 @@ class Region(StandIn):
         before = self.state
         if self.of.failure is not None:
             if before is not State.FAILED:
-                self.become(State.FAILED, self.of.failure)
+                self.set_state(State.FAILED, self.of.failure)
         elif before is State.CHECKING and self.called and any(one.proven for one in self.of.proofs.values()):
-            self.become(State.COMPILED)
+            self.set_state(State.COMPILED)
         return self.state is not before
 
-    def renew(self, options: dict[str, Any]) -> None:
+    def recompile_with(self, options: dict[str, Any]) -> None:
         """Compile it anew, with Inductor's ``options`` beside its own."""
         self._compiled = self._of_forward = None
         if options:
@@ -667,7 +667,7 @@ class Region(StandIn):
 
     def _notice_double_backward(self, *_: Any) -> None:
         if torch.is_grad_enabled():
-            self.of.fail(DOUBLE_BACKWARD)
+            self.of.fail(helped(DOUBLE_BACKWARD))
 
     def _watch_backward(self, proof: Proof, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiled code has no gradient of its gradient, and gives zeros where eager gives none. Both are put right as
@@ -684,15 +684,15 @@ class Region(StandIn):
 
         def hook(gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if torch.is_grad_enabled():
-                self.of.fail(DOUBLE_BACKWARD)
-                return self._again(functions, places, given, gradients, args, kwargs, autocast)
+                self.of.fail(helped(DOUBLE_BACKWARD))
+                return self._eager_gradients(functions, places, given, gradients, args, kwargs, autocast)
             if proof.reached is None or all(one is not None for one in given):
                 return None
-            return self._undefined(proof.reached, functions, places, given, gradients)
+            return self._params_without_grad(proof.reached, functions, places, given, gradients)
 
         node.register_hook(hook)
 
-    def _undefined(
+    def _params_without_grad(
         self,
         of_outputs: list[frozenset[str]],
         functions: tuple[tuple[Any, int], ...],
@@ -711,7 +711,7 @@ class Region(StandIn):
         pairs = zip(gradients, names, strict=True)
         return tuple(None if name is not None and name not in reached else one for one, name in pairs)
 
-    def _again(
+    def _eager_gradients(
         self,
         functions: tuple[tuple[Any, int], ...],
         places: list[tuple[int, int]],

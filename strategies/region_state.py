@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from strategies.errors import origin_of
+from strategies.compile_errors import origin_of
 
 _SKIPPED = {*vars(nn.Module()), "_compiled_call_impl"} - {
     *("training", "_parameters", "_buffers", "_modules"),

@@ -18,8 +18,8 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from strategies.base import CannotCapture, Program, holds
-from strategies.options import ModuleOptions, ModuleRequest, near
+from strategies.base import CannotCapture, Program, is_ancestor
+from strategies.compile_options import ModuleOptions, ModuleRequest, suggestion
 from strategies.region import Kind, Region, State, plain
 
 RECOMPILE_LIMIT = 64
@@ -40,9 +40,9 @@ def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> 
     for other in program.regions:
         if other.module is module:
             return other
-        if other.path != path and holds(other.path, path):
+        if other.path != path and is_ancestor(other.path, path):
             return None
-    for other in [one for one in program.regions if holds(path, one.path)]:
+    for other in [one for one in program.regions if is_ancestor(path, one.path)]:
         uncompile(program, [other])
     return add_region(program, path, module, arguments)
 
@@ -53,7 +53,9 @@ def add_region(
     """A region of ``program`` that is compiled with ``arguments``, and the settings under which it may be."""
     if arguments.get("dynamic") is None:
         arguments = {**arguments, "dynamic": program.dynamic}
-    named = (type(module), repr(sorted(arguments.items())))
+    # Containers of torch's have one class whatever is in them.
+    layout = tuple(map(type, module.modules())) if type(module) is nn.Sequential else None
+    named = (type(module), layout, repr(sorted(arguments.items())))
     kind = program.kinds.setdefault(named, Kind(type(module).__name__))
     around = None if program.padding is None else program.padding.around_region
     region = make(path, module, kind, arguments, program.checking, around)
@@ -86,7 +88,7 @@ def uncompile(program: Program, regions: Collection[Region] | None = None) -> No
     """Undo ``compile_in_place`` for ``regions`` (None: for all), so that they run eager again."""
     gone = list(program.regions if regions is None else regions)
     for region in gone:
-        region.become(State.EAGER, active=False)
+        region.set_state(State.EAGER, active=False)
         region.of.regions.remove(region)
     program.regions[:] = [region for region in program.regions if region not in gone]
     program.kinds = {named: kind for named, kind in program.kinds.items() if kind.regions}
@@ -100,7 +102,7 @@ def find_containers(module: nn.Module) -> list[str]:
     """
     found: list[str] = []
     for path, candidate in module.named_modules():
-        if not isinstance(candidate, CONTAINERS) or any(holds(each, path) for each in found):
+        if not isinstance(candidate, CONTAINERS) or any(is_ancestor(each, path) for each in found):
             continue
         children = list(candidate.children())
         nested = bool(children) and all(map(never_called, children))
@@ -148,7 +150,7 @@ def expand_blocks(module: nn.Module, paths: Sequence[str]) -> list[str]:
     return blocks
 
 
-def called_for(module: nn.Module, paths: Sequence[str]) -> list[str]:
+def callable_paths(module: nn.Module, paths: Sequence[str]) -> list[str]:
     """``paths``, but for a list or dict of modules, which is never called itself, the blocks in it."""
     found: list[str] = []
     for path in paths:
@@ -163,7 +165,7 @@ def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> Non
         if path not in names:
             candidates = find_containers(module)
             raise ValueError(
-                f"{key}: {path!r} matches no submodule{near(path, names)}"
+                f"{key}: {path!r} matches no submodule{suggestion(path, names)}"
                 + (f"; repeated blocks found: {', '.join(candidates)}" if candidates else "")
             )
 
@@ -172,7 +174,7 @@ def containers_for(program: Program, name: str, blocks: Sequence[str] | None = N
     """The ``blocks`` that strategy ``name`` was given, else those ``within`` a submodule that the task declares, else
     those found there, with a note. Raises ValueError as ``require_submodules`` does."""
     if blocks is None:
-        blocks = [path for path in program.blocks if holds(within, path)]
+        blocks = [path for path in program.blocks if is_ancestor(within, path)]
         if not blocks:
             blocks = [f"{within}.{path}".strip(".") for path in find_containers(program.module.get_submodule(within))]
             if blocks:
@@ -231,7 +233,7 @@ class CalledModules(contextlib.ExitStack):
     def outermost(self) -> list[str]:
         """Those that no other one called; what a backward computes again was called by its module before."""
         others = self._outermost.keys()
-        return [path for path in others if not any(holds(other, path) for other in others if other != path)]
+        return [path for path in others if not any(is_ancestor(other, path) for other in others if other != path)]
 
 
 def instead_of(program: Program, found: Sequence[str], called: CalledModules) -> tuple[list[str], list[str]]:
@@ -244,9 +246,9 @@ def instead_of(program: Program, found: Sequence[str], called: CalledModules) ->
     for path in found:
         if path in called.paths:
             continue
-        around = [one for one in outermost if holds(one, path)]
-        within = [one for one in outermost if holds(path, one)]
-        if any(holds(one, other) for one in around for other in regions):
+        around = [one for one in outermost if is_ancestor(one, path)]
+        within = [one for one in outermost if is_ancestor(path, one)]
+        if any(is_ancestor(one, other) for one in around for other in regions):
             continue
         if around or within:
             gone.append(path)

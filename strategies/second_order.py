@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from strategies.base import Program, Stage
+from strategies.compile_options import ModuleOptions
 from strategies.modules import compile_children
-from strategies.options import ModuleOptions
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,14 +36,14 @@ class SecondOrder(ModuleOptions):
     submodule ``net``."""
 
     def apply(self, program: Program) -> None:
-        from strategies.methods import compile_method
-        from strategies.regions import called_for, compile_regions
+        from strategies.method_regions import compile_method
+        from strategies.regions import callable_paths, compile_regions
 
         program.settings["trace_autograd_ops"] = program.checking.derives = True
         program.checking.note = program.notes.append
         for path in self.functions:
             compile_method(program, path, self)
-        modules = [] if self.functions else called_for(program.module, program.whole)
+        modules = [] if self.functions else callable_paths(program.module, program.whole)
         compile_regions(program, self, modules, small=False)
         if not (self.functions or program.whole):
             compile_children(program, self)

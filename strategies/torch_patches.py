@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from strategies.prepare import environment, is_prepared
+from strategies.compiler_warmup import environment, is_prepared
 
 _graphs: Any = torch.cuda.graphs
 _asked: Callable[[], bool] = _graphs._cuda_isCurrentStreamCapturing

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import lightning
     from torch import Tensor, nn
 
-    from tasks.module import ScoredModule
+    from tasks.lightning_module import ScoredModule
 
 MAX_WORKERS = 1024
 """Loader processes of a device: more would take a machine's memory before anything fails."""
@@ -169,14 +169,14 @@ class TrainedTask(Task):
 
     def build_module(self, *, max_steps: int) -> ScoredModule:
         """Build the module; see ``initialise`` for its weights. Raises ValueError for unusable input."""
-        from tasks.module import ScoredModule, operations
+        from tasks.lightning_module import ScoredModule, operations
 
         operations(self)  # counted once: now, and not within the first step, which is timed
         return ScoredModule(self, max_steps=max_steps)
 
     def training_flops(self, batch: Any) -> int | None:
-        """Operations of forward, loss and backward, as ``tasks.module`` counts them."""
-        from tasks.module import operations
+        """Operations of forward, loss and backward, as ``tasks.lightning_module`` counts them."""
+        from tasks.lightning_module import operations
 
         counts, known = self.count(batch), operations(self)
         if known is None:
@@ -192,7 +192,7 @@ class TrainedTask(Task):
 
     def counted_net(self) -> nn.Module:
         """The network whose operations are counted: without memory, unless it reads values."""
-        from tasks.module import on_meta
+        from tasks.lightning_module import on_meta
 
         return on_meta(self.build_net)
 

@@ -112,7 +112,7 @@ def pair() -> Pair:
 @pytest.fixture
 def edge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what the command line does to the process: Hydra's registrations, the path, plug-ins, what is hidden."""
-    monkeypatch.setattr("strategies.errors._concealed", set())
+    monkeypatch.setattr("strategies.compile_errors._concealed", set())
     monkeypatch.setattr(sys, "path", list(sys.path))
     sys.modules.pop("plugin", None)
     with hydra_put_back():

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from scripts.doctor import ERROR, OK, WARNING, reason
 from scripts.doctor import __main__ as doctor
 from scripts.doctor.__main__ import with_torch
+from scripts.doctor.findings import ERROR, OK, WARNING, reason
 from scripts.doctor.probe import device, without_cuda
 from tests.conftest import ROOT
 

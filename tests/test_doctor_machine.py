@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.doctor import ERROR, OK, WARNING, place, places, variables
+from scripts.doctor.findings import ERROR, OK, WARNING, place, places, variables
 from scripts.doctor.probe import cpp
 
 

@@ -26,11 +26,11 @@ from tasks.base import Task, require_memory
 from trainer.callback import Compile
 from trainer.checkpoint_files import DIRECTORY
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
+from trainer.loops.distributed import DDP
 from trainer.loops.fsdp2 import FSDP2
-from trainer.loops.processes import DDP
 from trainer.process import start_others
 from trainer.settings import Config, TrainerConfig
-from trainer.sweep.environment import launched
+from trainer.sweep.environment import detect_launch
 from trainer.telemetry.meter import Counts
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter
@@ -165,8 +165,8 @@ def _strategy(config: Config, name: str) -> Strategy | str:
 
 
 def cluster() -> list[ClusterEnvironment]:
-    """What Lightning is to take for the starter of the processes, where it would guess otherwise than ``launched``."""
-    launch = launched(os.environ)
+    """What Lightning is to take for the starter of the processes, where its guess is not that of ``detect_launch``."""
+    launch = detect_launch(os.environ)
     if launch is not None:
         # Lightning's own requeue saves within a signal's handler, in the middle of a step; ours stops after it.
         return [SLURMEnvironment(auto_requeue=False) if launch.by == "SLURM" else TorchElasticEnvironment()]

@@ -2,8 +2,8 @@
 
     L.Trainer(callbacks=[Compile([Regional()])])
 
-It binds the core, ``trainer.loops.training``, to Lightning's hooks. It is one callback on purpose: Lightning spends
-about 10 microseconds a step on every further one, used or not.
+It binds the core, ``trainer.loops.compiled_training``, to Lightning's hooks. It is one callback on purpose: Lightning
+spends about 10 microseconds a step on every further one, used or not.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.nn.parameter import is_lazy
 
+from trainer.advice import speaking_python
 from trainer.guards import CompiledNothing, CompileFailed, ParityError
-from trainer.loops.alike import code_of, compare_facts
-from trainer.loops.failures import STILL_SECONDS, Deadline, Failures
+from trainer.loops.compiled_training import CompiledTraining
+from trainer.loops.distributed import EpochEnds, SigtermAgreement, epoch_ends
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.logs import Logs
-from trainer.loops.private import kinds, replaced
-from trainer.loops.processes import EpochEnds, SigtermAgreement, epoch_ends
-from trainer.loops.training import CompiledTraining
-from trainer.telemetry.files import flat
-from trainer.words import speaking_python
+from trainer.loops.lightning_internals import lightning_classes, replaced
+from trainer.loops.rank_consistency import code_of, compare_facts
+from trainer.loops.rank_failures import STILL_SECONDS, Deadline, Failures
+from trainer.loops.training_info import TrainingInfo
+from trainer.telemetry.serialization import flatten
 
 __all__ = ["Compile", "CompileFailed", "CompiledNothing", "ParityError"]
 
@@ -100,22 +100,23 @@ class Compile(CompiledTraining, L.Callback):
             module,
             device=trainer.strategy.root_device,
             precision=str(trainer.precision),
-            sharded=isinstance(trainer.strategy, kinds(FSDPStrategy, ModelParallelStrategy)),
-            compared=not isinstance(trainer.strategy, kinds(FSDPStrategy)),  # a call gathers parameters from all
+            sharded=isinstance(trainer.strategy, lightning_classes(FSDPStrategy, ModelParallelStrategy)),
+            # A call under FSDP gathers parameters from all.
+            compared=not isinstance(trainer.strategy, lightning_classes(FSDPStrategy)),
             trains=trains,
             print_line=None if not trainer.is_global_zero else print if bar is None else bar.print,
         )
         if program.padding is not None:
-            from trainer.loading import pad_loaders
+            from trainer.bucketed_loaders import padded_loaders
 
             with speaking_python(self._in_script):
-                pad_loaders(trainer, program)
+                self._settings.enter_context(padded_loaders(trainer, program))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Model, optimizer and restored state are in place."""
         if trainer.world_size > 1:
             self._epoch_ends = epoch_ends(trainer)
-        self.begin(LightningLoop(trainer), logs_of(trainer))
+        self.begin(LightningLoop(trainer), training_info_of(trainer))
         self._deadline = Deadline(trainer.global_rank, self._device_seconds(trainer))
 
     def on_train_batch_start(
@@ -210,13 +211,13 @@ class Compile(CompiledTraining, L.Callback):
             "parameters": str(sum(one.numel() for one in module.parameters() if not is_lazy(one))),
             **code_of(module),
             # Not paths, which may lead to a disk of each host's own.
-            **{name: str(value) for name, value in flat(self.record.config) if "/" not in str(value)},
+            **{name: str(value) for name, value in flatten(self.record.config) if "/" not in str(value)},
         }
         self.failures = Failures(trainer.global_rank)
         compare_facts(trainer.global_rank, facts)
 
 
-def logs_of(trainer: L.Trainer) -> Logs:
+def training_info_of(trainer: L.Trainer) -> TrainingInfo:
     """Where ``trainer`` logs, and those of its options that a step depends on."""
     given = getattr(trainer.logger, "log_dir", None)
     own = isinstance(given, str | Path)  # loggers of services know one folder for all runs, if any
@@ -225,7 +226,7 @@ def logs_of(trainer: L.Trainer) -> Logs:
     sizes = {getattr(loader, "batch_size", None)} - {None}
     if not sizes:  # one for each length, where batches are grouped by it
         sizes = set((getattr(getattr(loader, "batch_sampler", None), "batch_sizes", None) or {}).values())
-    return Logs(
+    return TrainingInfo(
         folder=None if trainer.fast_dev_run else folder,  # type: ignore[attr-defined]
         shared=not own,
         batch_size=sizes.pop() if len(sizes) == 1 else None,

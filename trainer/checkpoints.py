@@ -14,17 +14,17 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from strategies.loop import Loop, gathered
+from strategies.loop_protocol import Loop, gathered
 from strategies.region_state import random_state, set_random_state
 from trainer.checkpoint_files import DIRECTORY, LAST, META
 from trainer.loops.checkpoint_io import AtomicCheckpointIO, damaged
+from trainer.loops.distributed import Agreement
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.private import on_sigterm
-from trainer.loops.processes import Agreement
+from trainer.loops.lightning_internals import on_sigterm
 from trainer.process import StopRequest
 
 if TYPE_CHECKING:
-    from trainer.loops.training import CompiledTraining
+    from trainer.loops.compiled_training import CompiledTraining
 
 PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 """What of Lightning's checkpoints a training goes on from."""
@@ -62,7 +62,7 @@ class FiniteLosses:
         found = telemetry.meter.look(everything=everything)
         if found is None and everything and self._weights and (names := _spoilt(loop)):
             found = telemetry.last_step.place(f"weights are not finite after it: {', '.join(names[:3])}")
-        if not loop.anywhere(found is not None):
+        if not loop.any_rank(found is not None):
             return
         step, where = min(one for one in gathered(found) if one is not None)
         if self._mode == "fail":
@@ -192,7 +192,7 @@ def restore_own(ranks: list[dict[str, Any]], trainer: L.Trainer) -> None:
     set_random_state(((version, tuple(internal), gauss), array, states["torch"], cuda))
 
 
-def opened(checkpoint: Path) -> dict[str, Any]:
+def open_checkpoint(checkpoint: Path) -> dict[str, Any]:
     """What ``checkpoint`` holds, mapped from the disk; of a directory without its weights.
 
     Reads all of it once (a second or more for a gigabyte), because torch.load compares no checksums. Raises
@@ -226,8 +226,8 @@ ORDER = {"batch_size": "examples a batch", "world_size": "processes", "accumulat
 
 
 class Resuming(L.Callback):
-    """Comes before all other callbacks: refuses what does not fit ``saved``, the checkpoint as ``opened`` gives it,
-    before they begin, and puts into the record's ``notes`` what differs."""
+    """Comes before all other callbacks: refuses what does not fit ``saved``, the checkpoint as ``open_checkpoint``
+    gives it, before they begin, and puts into the record's ``notes`` what differs."""
 
     def __init__(self, notes: list[str], saved: Mapping[str, Any] | None) -> None:
         self._notes, self._saved = notes, saved

@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from trainer import CONF, errors, working_directory_last
+from trainer import CONF, config_errors, working_directory_last
 
 REFUSED = 2
 """Exit code for a command that was refused before any work started."""
@@ -77,13 +77,13 @@ def main() -> None:
         signal_at_end_of_parent(signal.SIGTERM)
     try:
         if "COMP_LINE" not in os.environ:
-            errors.refuse_flags(sys.argv[1:])
+            config_errors.refuse_flags(sys.argv[1:])
         sys.argv[1:] = plan.expanded(sys.argv[1:])
     except ValueError as error:
-        errors.report(error)
+        config_errors.report(error)
         sys.exit(REFUSED)
     from trainer import config
-    from trainer.sweep import folders, launcher
+    from trainer.sweep import launcher, run_dirs
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     exit_codes: list[int] = []
@@ -94,7 +94,7 @@ def main() -> None:
         except ValueError as error:
             if wants_traceback:
                 raise
-            errors.report(error)
+            config_errors.report(error)
             exit_codes.append(REFUSED)
 
     # Hydra would print its own report of any exception and exit with 1; errors.explain is shorter.
@@ -111,10 +111,10 @@ def main() -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except (*errors.REFUSALS, OSError) as error:  # runs report their own OSErrors: this one made no folder
-        if wants_traceback or (not isinstance(error, errors.REFUSALS) and getattr(error, "errno", None) is None):
+    except (*config_errors.REFUSALS, OSError) as error:  # runs report their own OSErrors: this one made no folder
+        if wants_traceback or (not isinstance(error, config_errors.REFUSALS) and getattr(error, "errno", None) is None):
             raise
-        errors.report(error, folders.OwnFolder.place)
+        config_errors.report(error, run_dirs.OwnFolder.place)
         sys.exit(REFUSED)
     sys.exit(max([launcher.IsolatedLauncher.exit_code, *exit_codes]))
 
@@ -132,13 +132,13 @@ def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
     refuse_written_credentials(cfg)
     if "trainer" not in cfg:  # an option of a group, composed to be compared with another
         return cfg
-    launch = environment.launched(os.environ)
+    launch = environment.detect_launch(os.environ)
     if launch is not None and cfg.hydra.mode == hydra.types.RunMode.MULTIRUN:
         raise ValueError(
             f"-m: each of the {launch.processes} processes that {launch.by} has started would run the whole sweep; "
             "start it alone, in one job"
         )
-    follow = environment.followed(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
+    follow = environment.devices_of_launch(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
     with read_write(cfg):
         cfg.trainer.devices, cfg.trainer.num_nodes = follow
     return cfg
@@ -217,13 +217,13 @@ def _columns(name: str, width: int, meaning: str) -> str:
 
 def train(cfg: DictConfig) -> int:
     """Train what ``cfg`` describes; returns the exit code. Raises ValueError for a bad configuration."""
+    from trainer.availability import require_present
     from trainer.config import to_config
-    from trainer.presence import require_present
-    from trainer.process import importing, start_early
+    from trainer.process import start_early, uninterrupted_import
     from trainer.settings import Peer
-    from trainer.sweep.environment import SWEEP_VARIABLE, launched
-    from trainer.sweep.folders import OwnFolder, is_first_process, taken
+    from trainer.sweep.environment import SWEEP_VARIABLE, detect_launch
     from trainer.sweep.launcher import flags
+    from trainer.sweep.run_dirs import OwnFolder, is_first_process, taken
 
     settings = HydraConfig.get()
     # As they were typed: with ${oc.env:NAME}, not with what that stands for.
@@ -233,7 +233,7 @@ def train(cfg: DictConfig) -> int:
         raise ValueError(
             f"repeat={config.repeat!r}: a sweep gives its cells caches of their own, use -m repeat=cold,warm"
         )
-    together = launched(os.environ) is not None
+    together = detect_launch(os.environ) is not None
     alone = not together and is_first_process()
     run_dir = OwnFolder.wanted if together else Path(settings.runtime.output_dir)
     command = [*flags(sys.argv[1:]), *given]
@@ -246,7 +246,7 @@ def train(cfg: DictConfig) -> int:
         start_early(config.trainer, run_dir)
     if is_first_process() and to_import and SWEEP_VARIABLE not in os.environ:  # a cell's last line is its reason
         print("importing torch and Lightning", file=sys.stderr, flush=True)
-    with importing():  # only now: torch takes seconds to import, and reads where its caches are
+    with uninterrupted_import():  # only now: torch takes seconds to import, and reads where its caches are
         from trainer.run import run
 
     return run(config, run_dir=run_dir, command=command).exit_code

@@ -30,7 +30,7 @@ from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from strategies import STRATEGIES, Stage, Strategy
 from strategies.base import WrongOption
-from strategies.errors import conceal, refuse_credentials
+from strategies.compile_errors import conceal, refuse_credentials
 from tasks import SCHEMAS, TASKS, Task
 from tasks.base import suggest
 from trainer import CONF

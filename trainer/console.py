@@ -22,14 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from strategies import STRATEGIES
+from trainer.advice import as_typed
 from trainer.checkpoint_files import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
-from trainer.telemetry.files import counted, cut, headlines, number
 from trainer.telemetry.profile import profile_line
 from trainer.telemetry.record import FILE_NAME, AuditDifference, RankFigures, RunRecord, communication_of
-from trainer.telemetry.source import place_lines
+from trainer.telemetry.serialization import counted, headlines, number, shorten
+from trainer.telemetry.source_lines import place_lines
 from trainer.telemetry.telemetry import Telemetry
-from trainer.words import as_typed
 
 ERROR_LOG = "error.log"
 """Where a run that failed leaves its traceback."""
@@ -233,14 +233,14 @@ def print_end(console: Console, record: RunRecord, run_dir: Path | None, *, full
         for line in place_lines(record.failed_at):
             show(line)
     if run_dir is not None and record.status == "failed" and (run_dir / ERROR_LOG).is_file():
-        show(f"traceback: {shown(run_dir / ERROR_LOG)}")
+        show(f"traceback: {relative_path(run_dir / ERROR_LOG)}")
     if run_dir is not None and record.status != "finished" and (checkpoint := _last_checkpoint(record, run_dir)):
         where = checkpoint if record.script is not None else run_dir
-        show(f"continue with: {command(record, f'resume={shown(where)}')}")
+        show(f"continue with: {command(record, f'resume={relative_path(where)}')}")
     rows, alarms = summary(record), _alarms(record)
     print_rows(console, rows if full else first_rows(rows) | alarms)
     most = len(record.notes) if full else max(MOST_NOTES - len(alarms), 0)
-    notes = [note if full else cut(note, LONGEST_NOTE) for note in record.notes[:most]]
+    notes = [note if full else shorten(note, LONGEST_NOTE) for note in record.notes[:most]]
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     left_out = len(record.notes) - len(notes)
@@ -248,11 +248,11 @@ def print_end(console: Console, record: RunRecord, run_dir: Path | None, *, full
     if run_dir is None:
         return
     if record.script is not None:
-        show(f"record: {shown(run_dir / FILE_NAME)} (all figures{more})")
+        show(f"record: {relative_path(run_dir / FILE_NAME)} (all figures{more})")
     elif not full:
-        show(f"all figures{more}: trainer.summary=full, or {shown(run_dir / FILE_NAME)}")
+        show(f"all figures{more}: trainer.summary=full, or {relative_path(run_dir / FILE_NAME)}")
     if record.script is None or any(run_dir.glob("events.out.tfevents*")):
-        show(f"tensorboard --logdir {shlex.quote(str(shown(run_dir)))}")
+        show(f"tensorboard --logdir {shlex.quote(str(relative_path(run_dir)))}")
 
 
 def _last_checkpoint(record: RunRecord, run_dir: Path) -> Path | None:
@@ -296,19 +296,19 @@ def _alarms(record: RunRecord) -> dict[str, str]:
         "skipped items": True,
     }
     rows = summary(record)
-    return {name: cut(rows[name], LONGEST_NOTE) for name, is_wrong in wrong.items() if is_wrong and name in rows}
+    return {name: shorten(rows[name], LONGEST_NOTE) for name, is_wrong in wrong.items() if is_wrong and name in rows}
 
 
 def announce(console: Console, record: RunRecord, run_dir: Path) -> None:
     """Print the heading of a run: what runs, how, on what and where it leaves its files."""
     console.print(
-        f"[bold]{record.task}[/] · {record.label} · {record.device} · {record.precision} · {shown(run_dir)}",
+        f"[bold]{record.task}[/] · {record.label} · {record.device} · {record.precision} · {relative_path(run_dir)}",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def shown(path: Path) -> Path:
+def relative_path(path: Path) -> Path:
     """``path`` as a person would type it: relative to the working directory where it lies below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
@@ -361,7 +361,7 @@ def summary(record: RunRecord) -> dict[str, str]:
         **{name: _with("{}", value, decimals=4) for name, value in sorted(record.final_metrics.items())},
         "skipped items": ", ".join(f"{count} {reason}" for reason, count in record.skipped_items.items() if count),
     }
-    return {name: value for name, value in rows.items() if value}
+    return {name: as_typed(value, record.script) for name, value in rows.items() if value}
 
 
 def _with(form: str, *values: float | None, decimals: int = 2) -> str:

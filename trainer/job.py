@@ -9,15 +9,15 @@ from typing import Any
 import lightning as L
 from rich.console import Console
 
-from strategies.errors import one_line
+from strategies.compile_errors import one_line
 from trainer.build import build_trainer, compile_callback, require_memory_of, start_processes
 from trainer.callback import Compile
 from trainer.checkpoint_files import find_checkpoint
-from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, opened
+from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, open_checkpoint
 from trainer.console import ProgressView, announce
-from trainer.loops.failures import Started
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.private import leave_groups
+from trainer.loops.lightning_internals import leave_groups
+from trainer.loops.rank_failures import StartedProcesses
 from trainer.process import StopRequest
 from trainer.settings import Config
 from trainer.telemetry.hardware import note_machine
@@ -25,22 +25,22 @@ from trainer.telemetry.record import RunRecord
 
 
 class Job:
-    """The parts of one training, built by ``go`` in the order in which a user's mistakes are cheapest to find."""
+    """The parts of one training, built by ``train`` in the order in which a user's mistakes are cheapest to find."""
 
     def __init__(self, config: Config, record: RunRecord, run_dir: Path, console: Console) -> None:
         self._config, self._record, self._run_dir, self._console = config, record, run_dir, console
         self._compile: Compile | None = None
-        self._started: Started | None = None
+        self._started: StartedProcesses | None = None
 
     @property
     def started(self) -> bool:
         return self._compile is not None and self._compile.telemetry.phase != "starting"
 
-    def cause(self, error: BaseException) -> BaseException:
+    def root_cause(self, error: BaseException) -> BaseException:
         """What is behind ``error``: perhaps another process, which has failed."""
         return error if self._compile is None or self._compile.failed_by is None else self._compile.failed_by
 
-    def leave(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Wait until the processes started here have ended as well. Raises RankFailed where one fails at that."""
         if self._started is not None:
             self._started.wait()
@@ -56,7 +56,7 @@ class Job:
         if self._compile is not None:
             self._compile.close_pages(summary)
 
-    def go(self, stop: StopRequest) -> None:
+    def train(self, stop: StopRequest) -> None:
         """Build everything and train to the end, to an error or to a stop."""
         config, settings, record = self._config, self._config.trainer, self._record
         checkpoint, saved = self._checkpoint()
@@ -67,7 +67,9 @@ class Job:
         checkpoints = Checkpoints(self._run_dir, every_n_steps=every, stop=stop, losses=losses)
         trainer = build_trainer(config, self._run_dir, [Resuming(record.notes, saved), compile_, checkpoints])
         start_processes(trainer, self._run_dir)
-        self._started = Started(self._run_dir, lambda: None if compile_.failures is None else compile_.failures.left())
+        self._started = StartedProcesses(
+            self._run_dir, lambda: None if compile_.failures is None else compile_.failures.left()
+        )
         note_machine(record, LightningLoop(trainer))
         announce(self._console, record, self._run_dir)
         steps = settings.max_steps
@@ -96,7 +98,7 @@ class Job:
                 self._record.notes.append(f"{restarted}: from the first step, there was no checkpoint yet")
             return None, None
         checkpoint = find_checkpoint(self._config.resume)
-        saved = opened(checkpoint)
+        saved = open_checkpoint(checkpoint)
         if (step := saved["global_step"]) >= self._config.trainer.max_steps:
             raise ValueError(
                 f"resume={self._config.resume}: already at step {step}, "

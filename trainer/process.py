@@ -54,7 +54,7 @@ def present_handlers() -> dict[int, Any]:
 
 
 @contextlib.contextmanager
-def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
+def signal_handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
     """Set handlers of signals, by signal, and put the former ones back; a handler that is not Python's stays, and
     Python lets no thread but the main one set any."""
     before: dict[int, Any] = {}
@@ -70,7 +70,7 @@ def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def uninterrupted_import() -> Iterator[None]:
     """Let signals wait while torch is imported, and import without Python's garbage collector.
 
     An exception in the middle of that import is swallowed by a library, leaves a module half there, or meets C++ that
@@ -99,7 +99,7 @@ def signal_at_end_of_parent(signum: int) -> None:
 def undisturbed() -> contextlib.AbstractContextManager[None]:
     """Inside, nothing is raised when a data worker dies: torch does that from a signal handler, wherever the main
     thread is. For what must be written at the end of a run whose whole process group was asked to stop."""
-    return handled({signal.SIGCHLD: signal.SIG_DFL})
+    return signal_handlers({signal.SIGCHLD: signal.SIG_DFL})
 
 
 class StopRequest:
@@ -120,7 +120,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         self._signals = tuple(present_handlers())
-        self._stack.enter_context(handled(dict.fromkeys(self._signals, self._handle)))
+        self._stack.enter_context(signal_handlers(dict.fromkeys(self._signals, self._handle)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,7 +188,7 @@ def keep_streams() -> None:
 
 
 @contextlib.contextmanager
-def leaving() -> Iterator[None]:
+def quick_exit() -> Iterator[None]:
     """For the end of a command: what raises SystemExit inside ends the process, without the seconds in which Python
     takes every module of torch and Lightning apart (3 to 10). Never in a user's own script.
 

@@ -18,23 +18,23 @@ from rich.console import Console
 from torch.distributed import DistError, TCPStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from strategies.errors import hidden, is_out_of_memory, one_line
-from strategies.prepare import stop_compiling
+from strategies.compile_errors import is_out_of_memory, one_line, redact
+from strategies.compiler_warmup import stop_compiling
 from trainer.build import task_options
 from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import NonFiniteLoss
-from trainer.console import ERROR_LOG, print_end, shown
+from trainer.console import ERROR_LOG, print_end, relative_path
 from trainer.job import Job
-from trainer.loops.alike import name_of
-from trainer.loops.failures import AND_SO, RankFailed, fail_record
+from trainer.loops.rank_consistency import describe_process
+from trainer.loops.rank_failures import AND_SO, RankFailed, fail_record
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
-from trainer.script import conclude
+from trainer.run_end import finalize
 from trainer.settings import Config, Peer
-from trainer.sweep.environment import Launch, described, launched
-from trainer.sweep.folders import claim, is_first_process, put_back, release
+from trainer.sweep.environment import Launch, detect_launch, initial_record
+from trainer.sweep.run_dirs import claim, is_first_process, release, restore_file
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.source import raised_at
+from trainer.telemetry.source_lines import raised_at
 
 OTHERS_LOG = "error.rank*.log"
 """Tracebacks of the other processes, after the name of their host."""
@@ -70,18 +70,18 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     first = is_first_process()
     console = Console(quiet=not first)
     began = time.time()
-    record = described(config, command)
+    record = initial_record(config, command)
     record.versions, record.import_seconds = hardware.versions(), hardware.process_age_seconds()
-    if (launch := launched(os.environ)) is not None:
-        run_dir = joined(launch, config, record, run_dir)
+    if (launch := detect_launch(os.environ)) is not None:
+        run_dir = shared_run_folder(launch, config, record, run_dir)
     job = _job(config, record, run_dir, console)
     replaced = claim(record, run_dir, str(run_dir) if record.restarts else config.resume) if first else None
     stop, refused = StopRequest(console.print), False
     ended: SystemExit | None = None
     try:
         with process_settings(config.trainer), stop:
-            job.go(stop)
-            job.leave()
+            job.train(stop)
+            job.wait_for_ranks()
             record.status = "interrupted" if stop.signum else "finished"
             record.signal = stop.signum
     except Interrupted as interrupted:
@@ -91,7 +91,7 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
             if launch is not None and (theirs := RunRecord.load(run_dir)).status == "failed":
                 record.status, record.reason = theirs.status, f"{theirs.reason}{AND_SO}"
     except Exception as error:
-        cause = job.cause(error)
+        cause = job.root_cause(error)
         stopped = stop.signum or getattr(cause, "signum", None)
         # What breaks while everything stops is part of stopping; a loss is not.
         if stopped and not isinstance(error, NonFiniteLoss):
@@ -115,13 +115,14 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
     finally:
         job.end()
         with undisturbed():
-            conclude(record, run_dir if first and not refused else None, console, close_pages=job.close_pages)
+            finalize(record, run_dir if first and not refused else None, console, close_pages=job.close_pages)
             if refused and first:
-                put_back(replaced, run_dir)
+                restore_file(replaced, run_dir)
     print_end(console, record, run_dir, full=config.trainer.summary == "full")
     for log in sorted(run_dir.glob(OTHERS_LOG)) if record.status == "failed" else ():
         if log.stat().st_mtime >= began:  # else of an earlier start
-            console.print(f"traceback of another process: {shown(log)}", highlight=False, markup=False, soft_wrap=True)
+            line = f"traceback of another process: {relative_path(log)}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     if ended is not None:
         raise ended
     return record
@@ -129,9 +130,9 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
 
 def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> Job:
     if isinstance(config.run, Peer):
-        from trainer.peers import Peering
+        from trainer.peers.peer_job import PeerJob
 
-        return Peering(config, record, run_dir, console)
+        return PeerJob(config, record, run_dir, console)
     return Job(config, record, run_dir, console)
 
 
@@ -145,11 +146,13 @@ def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch
             return
         rank = rank_zero_only.rank  # type: ignore[attr-defined]
         log = OTHERS_LOG.replace("*", str(rank))
-        fail_record(run_dir, f"rank {name_of(rank)}: {one_line(cause)}")  # the first one may be killed with this one
+        fail_record(
+            run_dir, f"rank {describe_process(rank)}: {one_line(cause)}"
+        )  # the first may be killed with this one
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         text = "".join(traceback.format_exception(error))
-        (run_dir / log).write_text(f"{socket.gethostname()}\n" * (log != ERROR_LOG) + hidden(text), encoding="utf-8")
+        (run_dir / log).write_text(f"{socket.gethostname()}\n" * (log != ERROR_LOG) + redact(text), encoding="utf-8")
     except OSError:  # a full disk, perhaps
         traceback.print_exc()
 
@@ -157,10 +160,10 @@ def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch
 def _place(error: BaseException) -> str:
     """Where it was raised, as ``file:line``; for ``exit()``, where that was called."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != "<frozen _sitebuiltins>"]
-    return f"{shown(Path(frames[-1].filename))}:{frames[-1].lineno}"
+    return f"{relative_path(Path(frames[-1].filename))}:{frames[-1].lineno}"
 
 
-def joined(launch: Launch, config: Config, record: RunRecord, wanted: Path) -> Path:
+def shared_run_folder(launch: Launch, config: Config, record: RunRecord, wanted: Path) -> Path:
     """The folder of the run that this process takes part in: rank 0's, or the one of the run's earlier start.
 
     Where torchrun or SLURM has started the run again, it resumes from the last checkpoint in that folder: sets

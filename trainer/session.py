@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from strategies import Program
-from strategies.loop import MicroBatch, RunMicroBatch, StepHook
+from strategies.loop_protocol import MicroBatch, RunMicroBatch, StepHook
 
 
 class Session:

@@ -38,7 +38,7 @@ AT_LEAST: dict[str, int] = {
 """Smallest value of each counter of ``TrainerConfig``; null passes."""
 
 
-def found_wrong(
+def invalid_values(
     part: object, prefix: str, choices: Mapping[str, tuple[str, ...]], least: Mapping[str, int] | None = None
 ) -> list[str]:
     """A complaint for each field of ``part`` that is less than it must be, or not one of its choices."""
@@ -113,7 +113,7 @@ class TrainerConfig:
             "summary": SUMMARY,
             "matmul_precision": MATMUL_PRECISIONS,
         }
-        complaints = found_wrong(self, "trainer.", choices, AT_LEAST)
+        complaints = invalid_values(self, "trainer.", choices, AT_LEAST)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             complaints.append(f"trainer.gradient_clip_val={self.gradient_clip_val} must be above 0, or null for none")
         if not self.reshard_after_forward and self.strategy != "fsdp2":
@@ -170,7 +170,7 @@ class Peer(Train):
 
     def __post_init__(self) -> None:
         """Check every field. Raises one ValueError that holds all complaints, a line each."""
-        if complaints := found_wrong(self, "run.", {"peer": PEERS, "backend": PEER_BACKENDS}):
+        if complaints := invalid_values(self, "run.", {"peer": PEERS, "backend": PEER_BACKENDS}):
             raise ValueError("\n".join(complaints))
 
 
@@ -224,7 +224,7 @@ class Config:
             complaints.append(f"seed={self.seed} must be at least 0 and below 2**32")
         choices = {"parity": PARITY, "on_compile_error": ON_COMPILE_ERROR, "on_slower": ON_SLOWER}
         choices |= {"on_difference": ON_DIFFERENCE, "on_nonfinite_loss": ON_NONFINITE_LOSS, "profile": PROFILE}
-        complaints += found_wrong(self, "", choices)
+        complaints += invalid_values(self, "", choices)
         if self.repeat is not None and self.repeat not in REPEAT:
             complaints.append(f"repeat={self.repeat!r} is not one of {REPEAT}, or null")
         complaints += self._of_peers()

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from scripts.arguments import composed_training, exit_code, parser
-from scripts.bisect.search import MAX_SHAPES, Look, Report, named, searched
+from scripts.bisect.search import MAX_SHAPES, ComparedModule, Report, named, searched
 from strategies import Modular, Stage, Strategy
-from strategies.base import holds, label
-from trainer.process import StopRequest, importing, leaving
-from trainer.telemetry.files import counted
-from trainer.words import program
+from strategies.base import is_ancestor, label
+from trainer.advice import program
+from trainer.process import StopRequest, quick_exit, uninterrupted_import
+from trainer.telemetry.serialization import counted
 
 EXAMPLES = """\
 examples:
@@ -54,11 +54,11 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
     console = Console(highlight=False, soft_wrap=True)
     numbers = itertools.count(1)
     with progress.status("building data and model"):
-        with importing():
-            from scripts.bisect.bench import bisect_config
+        with uninterrupted_import():
+            from scripts.bisect.module_comparer import bisect_config
             from scripts.explain.run import ONE_DEVICE, quiet_compiler, several_devices
 
-        def saw(look: Look) -> None:
+        def saw(look: ComparedModule) -> None:
             stop.check()
             progress.print(look_line(next(numbers), look))
 
@@ -71,7 +71,7 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
         console.print(f"[dim]note: {escape(note)}[/]")
     if not report.culprits:
         return NOTHING_WRONG
-    suggested = modular_overrides(overrides, given, report.arguments, report.rest)
+    suggested = modular_overrides(overrides, given, report.arguments, report.equal_modules)
     folder = [] if options.config_dir is None else ["--config-dir", options.config_dir]
     command = shlex.join([*program(), *folder, *suggested])
     console.print(f"[bold]continue with[/]: {escape(command)}")
@@ -81,7 +81,7 @@ def bisect(options: argparse.Namespace, stop: StopRequest) -> int:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-def look_line(number: int, look: Look) -> str:
+def look_line(number: int, look: ComparedModule) -> str:
     if look.skipped is not None:
         return f"{number:3}  {look.path}: not compared: {look.skipped}"
     return f"{number:3}  {look.path}: {look.wrong or 'equal'}"
@@ -95,7 +95,7 @@ def lines(report: Report, what: str) -> Iterator[str]:
         yield f"[bold green]nothing wrong[/]: {escape(what)} equals eager within its tolerance {shapes}"
     else:
         yield f"[bold red]{escape(what)} does not equal eager[/], with the batch {escape(report.batch)}"
-    alike: dict[str, list[Look]] = {}
+    alike: dict[str, list[ComparedModule]] = {}
     for look in culprits:
         alike.setdefault(look.about or look.path, []).append(look)
     for first, *others in alike.values():
@@ -106,7 +106,7 @@ def lines(report: Report, what: str) -> Iterator[str]:
         if others:
             paths = named([look.path for look in others])
             yield f"  so {'is' if len(others) == 1 else 'are'} {len(others)} more of its class: {escape(paths)}"
-    if culprits and (rest := report.rest):
+    if culprits and (rest := report.equal_modules):
         equal = "1 submodule equals" if len(rest) == 1 else f"{len(rest)} submodules equal"
         yield f"[bold]the rest[/]: {equal} eager: {escape(named(rest))}"
     for look in report.not_compared:
@@ -125,7 +125,7 @@ def modular_overrides(
     part has the ``torch.compile`` arguments of its region, by whose path they are in ``arguments``."""
     parts = {}
     for path in rest:
-        its = next(given for region, given in arguments.items() if holds(region, path))
+        its = next(given for region, given in arguments.items() if is_ancestor(region, path))
         parts[path] = {"how": "whole", **{name: each for name, each in its.items() if each != DEFAULTS[name]}}
     gone = {each.name for each in strategies if each.stage is Stage.MODULE}
     names = ([Modular.name] if parts else []) + [each.name for each in strategies if each.name not in gone]
@@ -138,5 +138,5 @@ def modular_overrides(
 
 
 if __name__ == "__main__":
-    with leaving():
+    with quick_exit():
         sys.exit(main())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strategies.base import Stage, Strategy, label
-from trainer.auto import refuse_choice
+from trainer.auto.rule import refuse_choice
 
 MAX_SHAPES = 4
 """Shapes of batch that are looked at, the first ones."""
@@ -19,7 +19,7 @@ LEFT_OUT = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Look:
+class ComparedModule:
     """One submodule, compiled and compared with eager at its first call in a step."""
 
     path: str
@@ -29,7 +29,7 @@ class Look:
     """What is at fault, in one line: the largest differences, or what the compiler raised; None where nothing is."""
     skipped: str | None = None
     """Why it could not be compared."""
-    children: list[Look] = field(default_factory=list)
+    children: list[ComparedModule] = field(default_factory=list)
     """What it called, looked at where it is at fault itself or could not be compared."""
 
 
@@ -37,7 +37,7 @@ class Look:
 class Report:
     """What a search found."""
 
-    looks: list[Look]
+    looks: list[ComparedModule]
     """Those at the regions, on the batch that showed a fault, or on the last one."""
     batch: str
     """Dtypes and shapes of that batch."""
@@ -49,28 +49,28 @@ class Report:
     """Those of ``torch.compile``, by the paths of the regions."""
 
     @property
-    def culprits(self) -> list[Look]:
+    def culprits(self) -> list[ComparedModule]:
         """The smallest submodules at fault: nothing in them is."""
         return list(_smallest(self.looks))
 
     @property
-    def not_compared(self) -> list[Look]:
+    def not_compared(self) -> list[ComparedModule]:
         """Submodules of which, and of whose parts, nothing was compared."""
         return [look for look in all_of(self.looks) if look.skipped is not None and not look.children]
 
     @property
-    def rest(self) -> list[str]:
+    def equal_modules(self) -> list[str]:
         """The largest submodules that equal eager."""
         return list(_equal(self.looks))
 
 
-def _smallest(looks: Iterable[Look]) -> Iterator[Look]:
+def _smallest(looks: Iterable[ComparedModule]) -> Iterator[ComparedModule]:
     for look in looks:
         inner = list(_smallest(look.children))
         yield from inner or ([look] if look.wrong is not None else [])
 
 
-def _equal(looks: Iterable[Look]) -> Iterator[str]:
+def _equal(looks: Iterable[ComparedModule]) -> Iterator[str]:
     for look in looks:
         if look.wrong is None and look.skipped is None:
             yield look.path
@@ -78,7 +78,7 @@ def _equal(looks: Iterable[Look]) -> Iterator[str]:
             yield from _equal(look.children)
 
 
-def all_of(looks: Iterable[Look]) -> Iterator[Look]:
+def all_of(looks: Iterable[ComparedModule]) -> Iterator[ComparedModule]:
     """``looks`` and those below them."""
     for look in looks:
         yield look

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.arguments import exit_code, parser, positive
-from scripts.check import FILE_NAME, Measured, comment, judge, measured, rounds, save
-from strategies.errors import hidden
-from trainer.process import leaving
+from scripts.check import comment, judge, rounds
+from scripts.check.measurement import FILE_NAME, Measured, measured, save
+from strategies.compile_errors import redact
+from trainer.advice import program
+from trainer.process import quick_exit
 from trainer.report.runs import Run, find
-from trainer.telemetry.files import counted
-from trainer.words import program
+from trainer.telemetry.serialization import counted
 
 MORE = f"""\
 examples:
@@ -183,10 +184,10 @@ def _say(options: argparse.Namespace, judgements: Sequence[judge.Judgement], bas
     if not judgements:
         raise ValueError("nothing was compiled in these runs, there is nothing to check")
     width = 100 if not sys.stdout.isatty() else os.get_terminal_size().columns
-    print(hidden("\n".join(comment.terminal(judgements, base, width))))
+    print(redact("\n".join(comment.terminal(judgements, base, width))))
     if base is None and not options.update:
         print(f"\nno base to compare with: --update stores one in {FILE_NAME}, --base names one")
-    text = hidden(comment.markdown(judgements, base, options.command))
+    text = redact(comment.markdown(judgements, base, options.command))
     if options.comment is not None:
         options.comment.write_text(text, encoding="utf-8")
     if summary := os.environ.get(SUMMARY_VARIABLE):
@@ -196,5 +197,5 @@ def _say(options: argparse.Namespace, judgements: Sequence[judge.Judgement], bas
 
 
 if __name__ == "__main__":
-    with leaving():
+    with quick_exit():
         sys.exit(main())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from scripts.check import Measured, Place
 from scripts.check.judge import Judgement
+from scripts.check.measurement import Measured, Place
+from trainer.advice import program
 from trainer.report.runs import DECISIVE_VERSIONS
 from trainer.report.tables import ABSENT, Columns, kept, piped, plain_lines
-from trainer.telemetry.files import counted
-from trainer.words import program
+from trainer.telemetry.serialization import counted
 
 KINDS = {"graph_break": "graph break", "recompile": "recompile"}
 FAILED, PASSED = "❌", "✅"

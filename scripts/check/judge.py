@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scripts.check import Measured, Place
+from scripts.check.measurement import Measured, Place
 from trainer.report import statistics
 from trainer.report.statistics import NOT_SHOWN, SLOWER, Ratio, Sample
 from trainer.report.tables import ABSENT, estimated
-from trainer.telemetry.files import counted
+from trainer.telemetry.serialization import counted
 
 TOLERANCE = 0.1
 """How much slower a step may be before that counts, relatively."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.check import FILE_NAME, Measured, load, measured, read
+from scripts.check.measurement import FILE_NAME, Measured, load, measured, read
 from trainer.report.runs import Run, find
 from trainer.sweep.environment import RECORDS_VARIABLE, git_commit
 from trainer.sweep.environment import ROOT as OURS

@@ -19,8 +19,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.arguments import exit_code, parser
-from scripts.doctor import COMPILES, ERROR, WARNING, Finding, error, limits, ok, packages, places, reason, variables
-from strategies.options import cache_directories
+from scripts.doctor.findings import (
+    COMPILES,
+    ERROR,
+    WARNING,
+    Finding,
+    error,
+    limits,
+    ok,
+    packages,
+    places,
+    reason,
+    shared_names,
+    variables,
+)
+from strategies.compile_options import cache_directories
 from strategies.remedies import known
 
 EXAMPLES = """\
@@ -43,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 def examined() -> int:
     """Print every finding as it comes, the quick ones first; returns the exit code."""
     found: Counter[str] = Counter()
-    for finding in itertools.chain(packages(), faults(), places(), limits(), variables(), with_torch()):
+    for finding in itertools.chain(packages(), shared_names(), faults(), places(), limits(), variables(), with_torch()):
         print(finding, flush=True)
         found[finding.status] += 1
     print(f"errors: {found[ERROR]}, warnings: {found[WARNING]}", flush=True)

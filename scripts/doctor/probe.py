@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.doctor import COMPILES, GIB, Finding, error, ok, warning
-from strategies.options import cpp_compiler, cudnn_attention_fails, missing_toolchain, triton_lacks
+from scripts.doctor.findings import COMPILES, GIB, Finding, error, ok, warning
+from strategies.compile_options import cpp_compiler, cudnn_attention_fails, missing_toolchain, triton_lacks
 
 if TYPE_CHECKING:
     import torch

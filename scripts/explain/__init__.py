@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event
+from trainer.telemetry.serialization import nan_to_none
 
 SCHEMA = 8
 """Raised when the name or the meaning of a field changes."""
@@ -70,7 +70,7 @@ class Explanation:
     def as_json(self) -> str:
         """One JSON document, indented, with a newline at its end."""
         facts = {"schema": SCHEMA, "problems": self.problems, **dataclasses.asdict(self)}
-        return json.dumps(finite(facts), indent=2, allow_nan=False) + "\n"
+        return json.dumps(nan_to_none(facts), indent=2, allow_nan=False) + "\n"
 
 
 def findings(events: Iterable[Event], kind: str, *, first_steps: int = 1) -> list[Finding]:

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from scripts.arguments import composed_training, exit_code, parser, positive
 from scripts.explain import BATCHES, Explanation, Finding
-from trainer.process import StopRequest, importing, leaving
-from trainer.telemetry.files import counted
-from trainer.telemetry.source import place_lines
+from trainer.process import StopRequest, quick_exit, uninterrupted_import
+from trainer.telemetry.serialization import counted
+from trainer.telemetry.source_lines import place_lines
 
 EXAMPLES = """\
 examples:
@@ -50,7 +50,7 @@ def explained(options: argparse.Namespace, stop: StopRequest) -> int:
     if not config.compile:
         raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")
     with Console(stderr=True, highlight=False).status(f"training {options.batches:,} batches"):
-        with importing():
+        with uninterrupted_import():
             from scripts.explain.run import explain
 
         explanation = explain(config, batches=options.batches, before_steps=stop.install)
@@ -104,5 +104,5 @@ def _print_problem(title: str, one: Finding, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    with leaving():
+    with quick_exit():
         sys.exit(main())

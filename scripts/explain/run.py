@@ -27,15 +27,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from scripts.explain import BATCHES, Explanation, findings
 from strategies import Modular, Program, Strategy
 from strategies.base import label
-from strategies.errors import is_compile_error, one_line
-from trainer.auto import refuse_choice
+from strategies.compile_errors import is_compile_error, one_line
+from trainer.auto.rule import refuse_choice
+from trainer.bucketed_loaders import loss_of_padding
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
-from trainer.loading import loss_of_padding
 from trainer.loops.lightning import throwaway_trainer
 from trainer.process import process_settings
 from trainer.settings import Config
-from trainer.sweep.environment import described
+from trainer.sweep.environment import initial_record
 from trainer.telemetry import hardware
 
 ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"
@@ -219,7 +219,7 @@ def training(
         profile="off",
     )
     with process_settings(tried.trainer), tempfile.TemporaryDirectory(prefix="steps-") as folder:
-        compile_ = compile_callback(tried, described(tried, []))
+        compile_ = compile_callback(tried, initial_record(tried, []))
         L.seed_everything(config.seed, verbose=False)
         data = config.task.build_data(seed=config.seed)
         module = config.task.build_module(max_steps=config.trainer.max_steps)

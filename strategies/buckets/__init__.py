@@ -121,7 +121,7 @@ def _cudnn_fails(program: Program) -> bool:
     """Whether attention may run in cuDNN's kernels here, in a version that fails at some lengths."""
     import torch
 
-    from strategies.options import cudnn_attention_fails
+    from strategies.compile_options import cudnn_attention_fails
 
     device = program.device
     if device is None or device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from strategies.base import Program, Stage, Strategy, wrong
-from strategies.errors import one_line, refuse_credentials
+from strategies.compile_errors import one_line, refuse_credentials
 
 if TYPE_CHECKING:
     from strategies.cached.store import ArtifactStore
@@ -83,7 +83,7 @@ class Cached(Strategy):
                 raise ValueError(f"compile.cached: {switch}={value} switches torch's caches off; unset it")
 
     def apply(self, program: Program) -> None:
-        from strategies.cached.session import Session
+        from strategies.cached.cache_session import Session
 
         try:
             program.kept[self.name] = Session(self, program)

@@ -56,13 +56,13 @@ class CudaGraph(Strategy):
             )
 
     def begin(self, program: Program) -> None:
-        from strategies.cuda_graph.capture import CudaEngine, StepGraphs
         from strategies.cuda_graph.network import NetworkGraphs
+        from strategies.cuda_graph.step_graphs import CudaEngine, StepGraphs
 
         assert program.device is not None
         assert program.loop is not None
         if program.device.type == "cuda":
-            reason = program.loop.why_not_capture_together()
+            reason = program.loop.collectives_obstacle()
         else:
             reason = f"CUDA graphs need a CUDA device, this run trains on {program.device.type}"
         if program.device.type == "cuda" and (reason is None or self.scope != "step"):
@@ -73,7 +73,7 @@ class CudaGraph(Strategy):
             if self.scope == "network":
                 program.step.given_up = True
             elif reason is not None:
-                program.step.refuse(reason)
+                program.step.reject(reason)
                 program.step.given_up = True
         elif self.required:
             raise ValueError(f"compile.cuda_graph: {reason}")
@@ -91,5 +91,5 @@ class CudaGraph(Strategy):
             program.notes.append("cuda_graph: no step was captured")
         if program.network is not None:
             program.network.close()
-        program.step.forget()  # a process group that a graph holds cannot be taken down, and its process not end
+        program.step.drop_graphs()  # a process group that a graph holds cannot be taken down, and its process not end
         program.step = program.network = None

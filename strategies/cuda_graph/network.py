@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from strategies.base import CannotCapture, holds
-from strategies.check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
-from strategies.compare import MULTIPLES
-from strategies.cuda_graph.capture import (
+from strategies.base import CannotCapture, is_ancestor
+from strategies.compile_errors import first_line, is_out_of_memory
+from strategies.cuda_graph.host_recorder import HostRecorder
+from strategies.cuda_graph.host_state import EQUAL, HostState
+from strategies.cuda_graph.step_graphs import (
     MAX_CHANGES,
     MAX_DEFERRED,
     MAX_GRAPHS,
@@ -35,17 +36,16 @@ from strategies.cuda_graph.capture import (
     MIN_REPLAYS,
     why_not_captured,
 )
-from strategies.cuda_graph.recorder import HostRecorder
-from strategies.cuda_graph.state import EQUAL, HostState
-from strategies.errors import first_line, is_out_of_memory
-from strategies.methods import submodules
+from strategies.method_regions import submodules
 from strategies.region import Check, StandIn, is_looked_at, plain
+from strategies.region_check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
 from strategies.region_state import RegionState
+from strategies.tolerance import MULTIPLES
 from strategies.torch_patches import as_capturing
 
 if TYPE_CHECKING:
     from strategies.base import Program
-    from strategies.cuda_graph.capture import CompiledParts, Engine
+    from strategies.cuda_graph.step_graphs import CompiledParts, Engine
 
 FIRST_CALLS = 2
 """Calls of one kind that run without a graph before one is captured: kernels are loaded, inner regions proven."""
@@ -144,7 +144,7 @@ class _Kind:
     changes: int = 0
     replays: int = 0
     failures: int = 0
-    refused: bool = False
+    rejected: bool = False
     with_gradient: set[int] = field(default_factory=set)
     """Places among the outputs that got gradients in calls without a graph."""
 
@@ -174,7 +174,7 @@ class Network(StandIn):
     def graphs(self) -> int:
         return sum(len(one.graphs) for kind in self._kinds.values() for one in kind.variants)
 
-    def forget(self) -> None:
+    def drop_graphs(self) -> None:
         """Let go of all graphs."""
         for kind in self._kinds.values():
             kind.variants.clear()
@@ -191,7 +191,7 @@ class Network(StandIn):
         of = self.of
         if of.inside or not of.in_force or self.reason is not None or is_looked_at(args):
             self.called |= not of.inside
-            return self._without(args, kwargs)
+            return self._run_without_graph(args, kwargs)
         self.called = True
         of.inside += 1
         try:
@@ -199,7 +199,7 @@ class Network(StandIn):
         finally:
             of.inside -= 1
 
-    def _without(self, args: Any, kwargs: Any) -> Any:
+    def _run_without_graph(self, args: Any, kwargs: Any) -> Any:
         call = self.before if self.before is not None else self.module._call_impl
         return call(*args, **kwargs)
 
@@ -208,34 +208,34 @@ class Network(StandIn):
         try:
             key, tensors = self._key(args, kwargs)
         except CannotCapture as error:
-            self.refuse(str(error))
-            return self._without(args, kwargs)
+            self.reject(str(error))
+            return self._run_without_graph(args, kwargs)
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _Kind(" ".join("x".join(map(str, one.shape)) for one in tensors))
-            kind.refused = sum(1 for one in self._kinds.values() if one.variants) >= MAX_GRAPHS
-        if kind.refused or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return self._without(args, kwargs)
+            kind.rejected = sum(1 for one in self._kinds.values() if one.variants) >= MAX_GRAPHS
+        if kind.rejected or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return self._run_without_graph(args, kwargs)
         variant = next((each for each in reversed(kind.variants) if each.change() is None), None)
         if variant is None:
             ready = kind.calls >= FIRST_CALLS and of.ready
             if ready and not kind.watched:
-                return self._watched(kind, args, kwargs)
+                return self._run_watched(kind, args, kwargs)
             if ready:
                 self._observe(kind, args, kwargs)
-            return self._first(kind, args, kwargs)
+            return self._run_first(kind, args, kwargs)
         lane = self._free_lane()
         if lane is None:
-            return self._without(args, kwargs)
+            return self._run_without_graph(args, kwargs)
         graph = variant.graphs.get(lane)
         audit = graph is not None and variant.due and not of.checking.audited
         if audit and of.parts.due() and self._deferred < MAX_DEFERRED:  # regions within are looked at first
             self._deferred += 1
-            return self._first(kind, args, kwargs)
+            return self._run_first(kind, args, kwargs)
         if graph is None or audit:
             if audit or of.ready:
                 self._prove(kind, variant, lane, args, kwargs)
-            return self._first(kind, args, kwargs)
+            return self._run_first(kind, args, kwargs)
         kind.replays += 1
         self.replays += 1
         return self.replayed(graph, lane, args, kwargs)
@@ -258,12 +258,12 @@ class Network(StandIn):
         modes = (torch.is_grad_enabled(), self.module.training, torch.is_inference_mode_enabled(), *_autocast())
         return (tree, others, layouts, modes), tensors
 
-    def _first(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
+    def _run_first(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
         """A call without a graph, of a kind that may get one; libraries take the path that they take in a capture."""
         self.of.waiting = True
         kind.calls += 1
         with as_capturing():
-            result = self._without(args, kwargs)
+            result = self._run_without_graph(args, kwargs)
         for place, one in enumerate(pytree.tree_leaves(result)):
             if isinstance(one, Tensor) and one.grad_fn is not None and place not in kind.with_gradient:
                 one.register_hook(_Noting(kind.with_gradient, place))
@@ -275,41 +275,41 @@ class Network(StandIn):
             self._lanes.append(lane := _Lane())
         return lane
 
-    def refuse(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """It runs without graphs for good."""
         if self.reason is None:
             self.reason = reason
-            self.forget()
-            self.of.refused(self)
+            self.drop_graphs()
+            self.of.rejected(self)
 
     # ---- a graph ---------------------------------------------------------------------------------------------------
 
-    def _watched(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
+    def _run_watched(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
         """The real call, in eager: what changes something on the host must not run on copies."""
         state = RegionState(self.module, (args, kwargs))
         if found := [*state.cannot_restore, *state.may_change, *map(str, state.large)]:
-            self.refuse(f"its forward may change {', '.join([*dict.fromkeys(found)][:3])}")
-            return self._without(args, kwargs)
-        recorder, logs = HostRecorder(self.of.device, self.of.unreadable()), list[str]()
+            self.reject(f"its forward may change {', '.join([*dict.fromkeys(found)][:3])}")
+            return self._run_without_graph(args, kwargs)
+        recorder, logs = HostRecorder(self.of.device, self.of.unreadable_types()), list[str]()
 
         def call() -> Any:
-            return self._first(kind, args, kwargs)
+            return self._run_first(kind, args, kwargs)
 
         def of_weights() -> list[dict[str, int]]:
             return [{name: id(one) for name, one in vars(weight).items()} for weight in self.module.parameters()]
 
         before = of_weights()
-        with _noting_logs(self.module, recorder, logs), self._recorded(recorder, call):
+        with _noting_logs(self.module, recorder, logs), self._recording(recorder, call):
             result = call()
         if of_weights() != before:
             logs.append("changes an attribute of a parameter, which a replay would not")
         if problems := [*recorder.problems, *logs]:
-            self.refuse("; ".join(problems[:3]))
+            self.reject("; ".join(problems[:3]))
         kind.watched = True
         return result
 
     @contextlib.contextmanager
-    def _recorded(self, recorder: HostRecorder, call: Callable[..., Any]) -> Iterator[None]:
+    def _recording(self, recorder: HostRecorder, call: Callable[..., Any]) -> Iterator[None]:
         """Inside, what ``call`` reads on the host is recorded; nothing runs compiled."""
         name = f"{self.path}." if self.path else "self."
         with (
@@ -326,7 +326,7 @@ class Network(StandIn):
         kind.changes += 1
         if kind.changes > MAX_CHANGES and kind.replays < MIN_REPLAYS * kind.changes:
             change = kind.variants[-1].change() if kind.variants else None
-            self.refuse(f"what it reads on the host changes too often: {change}")
+            self.reject(f"what it reads on the host changes too often: {change}")
             return
         with self.of.looking(self):
             state = RegionState(self.module, (args, kwargs))
@@ -334,12 +334,12 @@ class Network(StandIn):
                 host, problems = self._observed(kind, args, kwargs)
             except Exception as error:
                 if not is_out_of_memory(error):
-                    self.refuse(f"it fails on copies of its inputs: {first_line(error)}")
+                    self.reject(f"it fails on copies of its inputs: {first_line(error)}")
                 return
             finally:
                 state.restore()
         if problems:
-            self.refuse("; ".join(problems[:3]))
+            self.reject("; ".join(problems[:3]))
         else:
             kind.variants[:] = [*kind.variants[1 - MAX_VARIANTS :], _Variant(host)]
 
@@ -348,7 +348,7 @@ class Network(StandIn):
         if problems := list(backward_hooks(module)):
             return HostState(), problems
         args, kwargs = pytree.tree_map_only(Tensor, _copy, (args, kwargs))
-        recorder = HostRecorder(of.device, of.unreadable())
+        recorder = HostRecorder(of.device, of.unreadable_types())
 
         def call() -> None:
             outputs = [one for one in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(one, Tensor)]
@@ -359,7 +359,7 @@ class Network(StandIn):
                 torch.autograd.grad(wanted, of_grad, [torch.ones_like(one) for one in wanted], allow_unused=True)
 
         multithreading = torch.autograd.set_multithreading_enabled(False)
-        with multithreading, without_hooks(module), self._recorded(recorder, call):
+        with multithreading, without_hooks(module), self._recording(recorder, call):
             call()
         return recorder.state(), list(recorder.problems)
 
@@ -391,24 +391,24 @@ class Network(StandIn):
             of.checking.report(check)
             of.compared.append(outcome)
         if outcome.skipped is not None and not audit:
-            self.refuse(f"its graph cannot be compared with it: {outcome.skipped}")
+            self.reject(f"its graph cannot be compared with it: {outcome.skipped}")
         elif outcome.wrong:
             del variant.graphs[lane]
             kind.failures += 1
             if audit or kind.failures > 1:
                 line = f"its graph does not repeat it: {'; '.join(map(str, outcome.wrong[:2]))}"
                 of.differs.append((self, line, outcome.wrong, audit))
-                self.refuse(line)
+                self.reject(line)
 
     def _capture_failed(self, kind: _Kind, error: Exception) -> None:
         of = self.of
-        of.forget()  # the graphs of all, see ``CudaEngine.capture``
+        of.drop_graphs()  # the graphs of all, see ``CudaEngine.capture``
         kind.failures += 1
         if is_out_of_memory(error):
-            kind.refused = True
+            kind.rejected = True
             of.notes.append(f"cuda_graph: {self.named}: there is too little memory to capture calls with {kind.name}")
         else:
-            self.refuse(why_not_captured(error))
+            self.reject(why_not_captured(error))
 
     @property
     def named(self) -> str:
@@ -425,7 +425,7 @@ class Network(StandIn):
 
         def forward() -> Any:
             with without_hooks(self.module):
-                return self._without(args, kwargs)
+                return self._run_without_graph(args, kwargs)
 
         def backward(results: Sequence[Tensor], gradients: Sequence[Tensor], of: Sequence[Tensor]) -> Any:
             with without_hooks(self.module):
@@ -502,7 +502,7 @@ class Network(StandIn):
 
         return same_call(
             self.module,
-            as_used(lambda *args, **kwargs: self._without(args, kwargs)),
+            as_used(lambda *args, **kwargs: self._run_without_graph(args, kwargs)),
             as_used(lambda *args, **kwargs: self.replayed(graph, lane, args, kwargs)),
             args,
             kwargs,
@@ -544,8 +544,8 @@ class Network(StandIn):
         foreign = not by_place.keys() <= set(graph.wanted)
         if pending.done or foreign or torch.is_grad_enabled():
             if torch.is_grad_enabled():
-                self.refuse(DOUBLE_BACKWARD)
-            return self._again(pending, by_place)
+                self.reject(DOUBLE_BACKWARD)
+            return self._eager_gradients(pending, by_place)
         pending.done = True  # what the forward has saved is written over
         pending.lane.release()
         if not keeps:
@@ -575,7 +575,7 @@ class Network(StandIn):
             torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
         return found
 
-    def _again(self, pending: Pending, given: dict[int, Tensor]) -> list[Tensor | None]:
+    def _eager_gradients(self, pending: Pending, given: dict[int, Tensor]) -> list[Tensor | None]:
         """The same from the call itself, once more on its inputs: a graph of which a gradient is taken, or a second
         backward of one forward, has to be autograd's own."""
         graph, engine = pending.graph, self.of.engine
@@ -590,7 +590,7 @@ class Network(StandIn):
                 create = torch.is_grad_enabled()
                 entered.enter_context(torch.enable_grad())
                 engine.set_random_state(pending.random)
-                leaves = pytree.tree_leaves(self._without(pending.args, pending.kwargs))
+                leaves = pytree.tree_leaves(self._run_without_graph(pending.args, pending.kwargs))
                 results = [leaves[place] for place in given]
                 return list(
                     torch.autograd.grad(results, of, list(given.values()), create_graph=create, allow_unused=True)
@@ -656,12 +656,12 @@ class NetworkGraphs:
         """Whether a call of the step under way ran without a graph and is going to have one."""
         self.networks: list[Network] = []
         self.notes: list[str] = []
-        self.refusals: list[str] = []
+        self.rejections: list[str] = []
         self.differs: list[tuple[Network, str, list[Any], bool]] = []
         """What was not repeated: module, line, differences and whether it was trusted before."""
         self.compared: list[Outcome] = []
         """Of graphs beside the calls that they stand for."""
-        self.unreadable: Callable[[], Any] = dict
+        self.unreadable_types: Callable[[], Any] = dict
         self.mode = "on"
         self.steady = False
         self._program: Program | None = None
@@ -673,18 +673,18 @@ class NetworkGraphs:
 
     def begin(self, program: Program, parts: CompiledParts, unreadable: Callable[[], Any], mode: str) -> None:
         """Find the modules that may be captured."""
-        self._program, self._parts, self.unreadable, self.mode = program, parts, unreadable, mode
+        self._program, self._parts, self.unreadable_types, self.mode = program, parts, unreadable, mode
         self.notes = program.notes
         loop = program.loop
         together = loop is not None and loop.world_size > 1
         if program.sharded:
-            self._refuse("under fsdp2 the whole step is captured, or nothing")
+            self._reject("under fsdp2 the whole step is captured, or nothing")
         elif len(submodules(program.regions)) < len(program.regions):
-            self._refuse("methods are compiled (second_order), and the modules in them are theirs")
+            self._reject("methods are compiled (second_order), and the modules in them are theirs")
         elif together:
             self.networks = [Network(self, one.path, one.module) for one in program.regions]
             if not self.networks:
-                self._refuse("of several processes each captures its regions, and nothing is compiled")
+                self._reject("of several processes each captures its regions, and nothing is compiled")
         else:
             self._add("", program.module)
             self._add_children("", program.module)
@@ -718,15 +718,15 @@ class NetworkGraphs:
         regions = {one.path: one.module for one in self._program.regions}
         for name, child in module.named_children():
             there = f"{path}.{name}" if path else name
-            within = any(there != one and holds(one, there) for one in regions)
+            within = any(there != one and is_ancestor(one, there) for one in regions)
             if not within and (there in regions or any(True for _ in child.children())):
                 self._add(there, child)
 
-    def use(self) -> None:
+    def enable(self) -> None:
         """Steps that run in Python for good use them from the next one on."""
         self.wanted = True
 
-    def take_over(self, reason: str = "") -> None:
+    def enable_for_all_steps(self, reason: str = "") -> None:
         """All steps run in Python from now on, since none can be captured as a whole, for a ``reason``."""
         self.wanted = self.in_force = True
         self._reason = reason
@@ -734,7 +734,7 @@ class NetworkGraphs:
     def close(self) -> None:
         """Let go of all graphs."""
         self.activate(False)
-        self.forget()
+        self.drop_graphs()
         self.networks = []
 
     # ---- around a step ---------------------------------------------------------------------------------------------
@@ -750,7 +750,7 @@ class NetworkGraphs:
             self.waiting = False
             self._leave_regions()
         for one in self.networks if active else reversed(self.networks):
-            one.stand(active and one.reason is None)
+            one.replace_call(active and one.reason is None)
         if not active:
             self._settle()
 
@@ -761,7 +761,9 @@ class NetworkGraphs:
         if paths != self._regions:
             self._regions = paths
             self.networks = [
-                one for one in self.networks if not any(one.path != path and holds(path, one.path) for path in paths)
+                one
+                for one in self.networks
+                if not any(one.path != path and is_ancestor(path, one.path) for path in paths)
             ]
 
     def _settle(self) -> None:
@@ -772,7 +774,9 @@ class NetworkGraphs:
         for one in self.networks[:]:
             if one.reason is None and not one.called:
                 self.networks.remove(one)
-                if any(each.called and each.reason is None and holds(each.path, one.path) for each in self.networks):
+                if any(
+                    each.called and each.reason is None and is_ancestor(each.path, one.path) for each in self.networks
+                ):
                     continue  # it is called within another one alone
             elif one.reason is None or one.opened:
                 continue
@@ -780,11 +784,11 @@ class NetworkGraphs:
             if not any(each.module is one.module for each in program.regions):
                 self._add_children(one.path, one.module)
         if not self.alive:
-            program.given_up.setdefault("step", self._reason or next(iter(self.refusals), "no module was called"))
+            program.given_up.setdefault("step", self._reason or next(iter(self.rejections), "no module was called"))
 
-    def refused(self, network: Network) -> None:
+    def rejected(self, network: Network) -> None:
         """``network`` cannot be captured: the modules in it may be, from the next step on."""
-        self._refuse(f"{network.named} runs without a graph: {network.reason}")
+        self._reject(f"{network.named} runs without a graph: {network.reason}")
 
     def captured_first(self, network: Network) -> None:
         """Say so, of the first ones."""
@@ -793,11 +797,11 @@ class NetworkGraphs:
                 f"cuda_graph: {network.named} is replayed, forward and backward; the step around it stays Python"
             )
 
-    def _refuse(self, reason: str) -> None:
-        self.refusals.append(reason)
-        if len(self.refusals) <= MAX_NOTES:
+    def _reject(self, reason: str) -> None:
+        self.rejections.append(reason)
+        if len(self.rejections) <= MAX_NOTES:
             self.notes.append(f"cuda_graph: {reason}")
-        elif len(self.refusals) == MAX_NOTES + 1:
+        elif len(self.rejections) == MAX_NOTES + 1:
             self.notes.append("cuda_graph: further modules run without a graph, see report.cuda_graph.without_a_graph")
 
     @contextlib.contextmanager
@@ -830,14 +834,14 @@ class NetworkGraphs:
         for one in self.networks:
             one.audit()
 
-    def forget(self) -> None:
+    def drop_graphs(self) -> None:
         for one in self.networks:
-            one.forget()
+            one.drop_graphs()
 
     # ---- facts -----------------------------------------------------------------------------------------------------
 
     @property
-    def settled(self) -> bool:
+    def done_capturing(self) -> bool:
         """Whether no call of the last step waits for a graph."""
         return not self.waiting
 
@@ -864,7 +868,7 @@ class NetworkGraphs:
             "replayed_calls": self.replays,
             "compared_calls": len(self.compared),
             "equal_to_the_last_bit": sum(not one.differences for one in self.compared if one.skipped is None),
-            "without_a_graph": list(self.refusals),
+            "without_a_graph": list(self.rejections),
         }
 
 
@@ -934,7 +938,7 @@ def _noting_logs(module: nn.Module, recorder: HostRecorder, found: list[str]) ->
     def noted(log: Callable[..., Any]) -> Callable[..., Any]:
         def logs(*arguments: Any, **named: Any) -> Any:
             found[:] = ["its forward logs, which a replay would not"]
-            with recorder.quiet():
+            with recorder.paused():
                 return log(*arguments, **named)
 
         return logs

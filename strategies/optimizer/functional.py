@@ -27,12 +27,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from strategies.base import CannotCapture
-from strategies.check import Outcome
-from strategies.errors import is_compile_error, one_line
+from strategies.compile_errors import is_compile_error, one_line
 from strategies.optimizer.calls import FORMS, WITH_TENSOR_BETAS, Call, Lists, Reader, layouts, overlapping
-from strategies.optimizer.check import NO_MEMORY, Sample, compared, fits_memory, sample_of
 from strategies.optimizer.step import DeviceScalar, NotCompiled, OwnStep, Update, looked_into
+from strategies.optimizer.update_check import NO_MEMORY, Sample, compared, fits_memory, sample_of
 from strategies.region import State
+from strategies.region_check import Outcome
 
 MAX_CHUNK = 32
 """Tensors of a chunk; a step launches about one kernel for each, and compiling it takes time in proportion."""

@@ -20,11 +20,11 @@ from torch._dynamo import eval_frame
 from torch._dynamo.utils import counters
 
 from strategies.base import CannotCapture, has_another_step
-from strategies.check import Outcome
-from strategies.compare import MULTIPLES, Difference, compare
-from strategies.errors import is_compile_error, one_line
-from strategies.optimizer.check import NO_MEMORY, fits_memory
+from strategies.compile_errors import is_compile_error, one_line
+from strategies.optimizer.update_check import NO_MEMORY, fits_memory
 from strategies.region import Check, Checking, State
+from strategies.region_check import Outcome
+from strategies.tolerance import MULTIPLES, Difference, compare
 
 NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
 """Torch's optimizers whose steps are all alike."""
@@ -362,7 +362,7 @@ class GenericUpdate(Update):
         except Exception as raised:
             error = raised
         seen = self._kept(trained)
-        self._put_back(before)
+        self._restore(before)
         self.own_step()
         if error is not None:
             return Outcome(error=error)
@@ -390,7 +390,7 @@ class GenericUpdate(Update):
             for one in parameters
         ]
 
-    def _put_back(self, before: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def _restore(self, before: list[tuple[Tensor, dict[str, Any]]]) -> None:
         for parameter, (weight, entry) in zip(self._trained(), before, strict=True):
             parameter.detach().copy_(weight)
             if parameter not in self.optimizer.state:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tasks.loading import ResumableDataModule, load_tokenizer, load_tokens, pad_rows
-from tasks.tokens import BEGIN, END
+from tasks.resumable_data import ResumableDataModule, load_tokenizer, load_tokens, pad_rows
+from tasks.special_tokens import BEGIN, END
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
-from tasks.module import Attention, Scores, ScoringTail, TextEmbedding, draw_weights, mlp
-from tasks.tokens import PAD
+from tasks.lightning_module import Attention, Scores, ScoringTail, TextEmbedding, draw_weights, mlp
+from tasks.special_tokens import PAD
 
 if TYPE_CHECKING:
     from tasks.captioning.task import CaptionerSize

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Loading, Ragged, TrainedTask, require_fields, require_multiple, require_share
-from tasks.tokens import PAD
+from tasks.special_tokens import PAD
 
 if TYPE_CHECKING:
     import lightning

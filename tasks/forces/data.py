@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset
 
 from tasks.forces import KINDS
-from tasks.loading import ResumableDataModule
+from tasks.resumable_data import ResumableDataModule
 
 DEPTHS = (0.0, 0.3, 0.4, 0.5)
 """Of the potential between two atoms of one element, electronvolt; the first is padding's."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tasks.forces import KINDS
 from tasks.forces.data import distances, envelope, pairs
-from tasks.module import Scores
+from tasks.lightning_module import Scores
 
 
 class Interaction(nn.Module):

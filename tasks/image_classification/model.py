@@ -18,8 +18,8 @@ from torch.utils.data import default_collate
 from torchvision.models import ResNet, VisionTransformer
 
 from tasks.base import suggest
-from tasks.loading import ResumableDataModule
-from tasks.module import Scores, class_scores, on_meta
+from tasks.lightning_module import Scores, class_scores, on_meta
+from tasks.resumable_data import ResumableDataModule
 
 TIMM = "timm/"
 """Begins the names of timm's networks."""

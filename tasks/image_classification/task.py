@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from tasks.image_classification.model import ClassifierNet
-    from tasks.module import ScoredModule
+    from tasks.lightning_module import ScoredModule
 
     Labelled = tuple[Tensor, int]
 
@@ -128,7 +128,7 @@ class ImageClassification(TrainedTask):
 
     def build_module(self, *, max_steps: int) -> ScoredModule:
         """Build the module. Raises ValueError for an unknown network and for images that it cannot take."""
-        from tasks.module import operations
+        from tasks.lightning_module import operations
 
         self.skeleton()  # raises by itself for an unknown name
         try:
@@ -179,7 +179,7 @@ class ImageClassification(TrainedTask):
 
     def counted_net(self) -> nn.Module:
         from tasks.image_classification.model import ClassifierNet
-        from tasks.module import on_meta
+        from tasks.lightning_module import on_meta
 
         return on_meta(functools.partial(ClassifierNet, self.skeleton()))
 

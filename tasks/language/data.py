@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tasks.loading import ResumableDataModule, load_tokenizer, load_tokens, pad_rows
-from tasks.tokens import BEGIN, END, IGNORED, PAD, SPECIAL_TOKENS
+from tasks.resumable_data import ResumableDataModule, load_tokenizer, load_tokens, pad_rows
+from tasks.special_tokens import BEGIN, END, IGNORED, PAD, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tasks.language.packing import attend_packed
-from tasks.module import Scores, ScoringTail, TextEmbedding, attend, class_scores, draw_weights, mlp
-from tasks.tokens import PAD
+from tasks.lightning_module import Scores, ScoringTail, TextEmbedding, attend, class_scores, draw_weights, mlp
+from tasks.special_tokens import PAD
 
 if TYPE_CHECKING:
     from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tasks.language.data import CollateMasked, MaskedBatch, MaskedDataModule, TextDataset
-from tasks.loading import ResumableSampler
-from tasks.module import attend
-from tasks.tokens import IGNORED, PAD
+from tasks.lightning_module import attend
+from tasks.resumable_data import ResumableSampler
+from tasks.special_tokens import IGNORED, PAD
 
 if TYPE_CHECKING:
     from tasks.language.task import MaskedLM

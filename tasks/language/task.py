@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Ragged, TrainedTask, require_choice, require_fields, require_multiple, require_share
 from tasks.language.sources import Stdlib, TextData
-from tasks.tokens import IGNORED, PAD
+from tasks.special_tokens import IGNORED, PAD
 
 if TYPE_CHECKING:
     import lightning

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tasks.loading import ResumableDataModule, pad_rows
 from tasks.micro import CLASSES, VOCABULARY
-from tasks.tokens import IGNORED
+from tasks.resumable_data import ResumableDataModule, pad_rows
+from tasks.special_tokens import IGNORED
 
 PATTERN_NORM = 4.0
 """Norm of a vector's pattern, in standard deviations of the noise: easy to tell apart once the patterns are known."""

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from tasks.lightning_module import Attention, Scores, ScoringTail, mlp
 from tasks.micro import CLASSES, VOCABULARY
-from tasks.module import Attention, Scores, ScoringTail, mlp
 
 
 class MicroNet(nn.Module):

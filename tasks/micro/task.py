@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.base import BatchCounts, Declaration, Loading, Ragged, TrainedTask, require_fields, require_memory, suggest
-from tasks.tokens import IGNORED, PAD
+from tasks.special_tokens import IGNORED, PAD
 
 if TYPE_CHECKING:
     import lightning

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.bisect.bench import bisect_module
+from scripts.bisect.module_comparer import bisect_module
 from scripts.bisect.search import Report
 from strategies import Whole
 from tests.bisect.trained import Trained, loader

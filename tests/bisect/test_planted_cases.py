@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 
-from scripts.bisect.bench import bisect_module
+from scripts.bisect.module_comparer import bisect_module
 from scripts.bisect.search import Report
 from strategies import Modular, Regional, Whole
 from tests.bisect.conftest import Searched
@@ -28,7 +28,7 @@ def test_a_wrong_kernel_is_found_at_the_one_module_that_uses_it(searched: Search
     assert culprit.path == "net.blocks.1.inner"
     assert re.match(r"Sine, .*planted.py:\d+$", culprit.about)
     assert re.search(r"output '0' is 1\.00e-02 away from eager's, tolerance \d\.\d+e-0[678]", str(culprit.wrong))
-    assert report.rest == ["net.blocks.0", "net.blocks.1.before", "net.blocks.1.after", "net.head"]
+    assert report.equal_modules == ["net.blocks.0", "net.blocks.1.before", "net.blocks.1.after", "net.head"]
     assert report.looks[0].path == "net"
     assert report.batch == "float32 4 x 8"
 
@@ -37,13 +37,15 @@ def test_copies_are_found_with_it(searched: Searched) -> None:
     strategies = [Regional(backend="planted_wrong_sine")]
     report = searched(Net(*(Middle(Sine()) for _ in range(3))), strategies=strategies)
     assert culprits_of(report) == [f"net.blocks.{number}.inner" for number in range(3)]
-    assert report.rest == [f"net.blocks.{number}.{name}" for number in range(3) for name in ("before", "after")]
+    assert report.equal_modules == [
+        f"net.blocks.{number}.{name}" for number in range(3) for name in ("before", "after")
+    ]
 
 
 def test_modules_that_are_fine_alone_and_not_in_one_graph(searched: Searched) -> None:
     report = searched(Net(Plain(), Sine(), Cosine()), "planted_together")
     assert culprits_of(report) == ["net"]
-    assert report.rest == ["net.blocks.0", "net.blocks.1", "net.blocks.2", "net.head"]
+    assert report.equal_modules == ["net.blocks.0", "net.blocks.1", "net.blocks.2", "net.head"]
 
 
 def test_one_shape_of_several(searched: Searched) -> None:
@@ -56,13 +58,13 @@ def test_parts_of_modular_are_searched_with_their_own_options(searched: Searched
     parts = {"net.blocks.1": {"backend": "eager"}, "net.blocks.2": {"backend": "planted_wrong_sine"}}
     report = searched(Net(Plain(), Sine(), Sine()), strategies=[Modular(parts=parts)])
     assert culprits_of(report) == ["net.blocks.2"]
-    assert report.rest == ["net.blocks.1"]
+    assert report.equal_modules == ["net.blocks.1"]
 
 
 def test_code_between_submodules_leaves_these_compiled(searched: Searched) -> None:
     report = searched(Net(SineBetween(Plain())), "planted_wrong_sine")
     assert culprits_of(report) == ["net.blocks.0"]
-    assert report.rest == ["net.blocks.0.before", "net.blocks.0.inner", "net.blocks.0.after", "net.head"]
+    assert report.equal_modules == ["net.blocks.0.before", "net.blocks.0.inner", "net.blocks.0.after", "net.head"]
 
 
 class Breaking(nn.Module):
@@ -77,7 +79,7 @@ def test_what_does_not_compile_is_found_as_well(searched: Searched) -> None:
     (culprit,) = report.culprits
     assert culprit.path == "net.blocks.1.inner"
     assert str(culprit.wrong).startswith("it does not compile: ")
-    assert "net.blocks.0" in report.rest
+    assert "net.blocks.0" in report.equal_modules
 
 
 class Counting(nn.Module):

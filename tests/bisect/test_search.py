@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from scripts.bisect.search import Look, Report
+from scripts.bisect.search import ComparedModule, Report
 
 
-def look(path: str, *children: Look, wrong: str | None = None, skipped: str | None = None) -> Look:
-    return Look(path=path, wrong=wrong, skipped=skipped, children=list(children))
+def look(path: str, *children: ComparedModule, wrong: str | None = None, skipped: str | None = None) -> ComparedModule:
+    return ComparedModule(path=path, wrong=wrong, skipped=skipped, children=list(children))
 
 
-def report(*looks: Look) -> Report:
+def report(*looks: ComparedModule) -> Report:
     return Report(looks=list(looks), batch="float32 4 x 8", batches=1)
 
 
-def paths(looks: list[Look]) -> list[str]:
+def paths(looks: list[ComparedModule]) -> list[str]:
     return [one.path for one in looks]
 
 
@@ -21,7 +21,7 @@ def test_the_smallest_at_fault_and_all_the_rest() -> None:
     inner = look("net.a", look("net.a.x"), look("net.a.y", wrong="off"), wrong="off")
     found = report(look("net", inner, look("net.b"), wrong="off"), look("other"))
     assert paths(found.culprits) == ["net.a.y"]
-    assert found.rest == ["net.a.x", "net.b", "other"]
+    assert found.equal_modules == ["net.a.x", "net.b", "other"]
 
 
 def test_several_culprits_are_found() -> None:
@@ -32,10 +32,10 @@ def test_several_culprits_are_found() -> None:
 def test_a_module_whose_children_are_fine_is_at_fault_itself() -> None:
     found = report(look("net", look("net.a"), look("net.b"), wrong="off"))
     assert paths(found.culprits) == ["net"]
-    assert found.rest == ["net.a", "net.b"]
+    assert found.equal_modules == ["net.a", "net.b"]
 
 
 def test_what_was_not_compared_is_neither_equal_nor_at_fault() -> None:
     found = report(look("net", look("net.a", skipped="a generator"), look("net.b"), skipped="a generator"))
-    assert (found.culprits, found.rest) == ([], ["net.b"])
+    assert (found.culprits, found.equal_modules) == ([], ["net.b"])
     assert paths(found.not_compared) == ["net.a"]

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 
 from scripts.bisect.__main__ import lines, look_line
-from scripts.bisect.search import Look, Report
+from scripts.bisect.search import ComparedModule, Report
 
 
-def said(*looks: Look, **facts: Any) -> str:
+def said(*looks: ComparedModule, **facts: Any) -> str:
     console = Console(file=io.StringIO(), width=500)
     for line in lines(Report(looks=list(looks), batch="4 x 8", batches=1, **facts), "mine, whole"):
         console.print(line)
@@ -19,14 +19,16 @@ def said(*looks: Look, **facts: Any) -> str:
 
 
 def test_nothing_wrong() -> None:
-    assert "nothing wrong: mine, whole equals eager within its tolerance" in said(Look(path="net"))
+    assert "nothing wrong: mine, whole equals eager within its tolerance" in said(ComparedModule(path="net"))
 
 
 def test_a_culprit_with_class_and_batch() -> None:
     about = "A, /x/a.py:3"
-    first = Look(path="net.a", about=about, wrong="output '0' is off", children=[Look(path="net.a.x")])
-    second = Look(path="net.c", about=about, wrong="output '0' is off")
-    text = said(Look(path="net", wrong="off", children=[first, Look(path="net.b"), second]))
+    first = ComparedModule(
+        path="net.a", about=about, wrong="output '0' is off", children=[ComparedModule(path="net.a.x")]
+    )
+    second = ComparedModule(path="net.c", about=about, wrong="output '0' is off")
+    text = said(ComparedModule(path="net", wrong="off", children=[first, ComparedModule(path="net.b"), second]))
     for line in (
         "mine, whole does not equal eager, with the batch 4 x 8",
         "culprit: net.a (A, /x/a.py:3): output '0' is off",
@@ -38,12 +40,14 @@ def test_a_culprit_with_class_and_batch() -> None:
 
 
 def test_what_was_not_compared_or_called() -> None:
-    text = said(Look(path="net.a"), Look(path="net.b", skipped="too little memory"), never_called=["head"])
+    text = said(
+        ComparedModule(path="net.a"), ComparedModule(path="net.b", skipped="too little memory"), never_called=["head"]
+    )
     assert "not compared: net.b: too little memory" in text
     assert "never called in these steps: head" in text
 
 
 def test_a_line_for_each_look() -> None:
-    assert look_line(3, Look(path="net", wrong="off")) == "  3  net: off"
-    assert look_line(3, Look(path="net")) == "  3  net: equal"
-    assert look_line(3, Look(path="net", skipped="x")) == "  3  net: not compared: x"
+    assert look_line(3, ComparedModule(path="net", wrong="off")) == "  3  net: off"
+    assert look_line(3, ComparedModule(path="net")) == "  3  net: equal"
+    assert look_line(3, ComparedModule(path="net", skipped="x")) == "  3  net: not compared: x"

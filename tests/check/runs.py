@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.check import Measured, measured
+from scripts.check.measurement import Measured, measured
 from tests.report.records import record
 from trainer.report.runs import Run
 from trainer.telemetry.record import Event, RunRecord

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.check import FILE_NAME, load
 from scripts.check.__main__ import main
 from scripts.check.comment import MARK
+from scripts.check.measurement import FILE_NAME, load
 from tests.check.runs import event
 from tests.conftest import ROOT, STAND_IN
 from tests.report.records import record, save

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from scripts.check import Measured, Round, load, save
 from scripts.check.judge import LOOKS, Judgement, is_slower, judge, step_change
+from scripts.check.measurement import Measured, Round, load, save
 from tests.check.runs import arm, event, in_rounds, steps
 from tests.conftest import ROOT
 from tests.report.test_equal_arms import RECORDED
 from trainer.report.published import RECORDS
 from trainer.report.runs import find, group
-from trainer.telemetry.machine import MachineFacts
+from trainer.telemetry.machine_monitor import MachineFacts
 from trainer.telemetry.record import AuditFacts
 
 SPEED = [0.05, 0.0505, 0.0495]

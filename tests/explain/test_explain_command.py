@@ -18,8 +18,8 @@ from rich.console import Console
 
 from scripts.explain import Explanation, Finding
 from scripts.explain.__main__ import main, print_explanation, verdict
+from tasks.lightning_module import ScoredModule
 from tasks.micro.task import Micro
-from tasks.module import ScoredModule
 from tests.conftest import ROOT
 from trainer.process import Interrupted
 

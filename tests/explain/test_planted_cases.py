@@ -14,7 +14,7 @@ from torch import nn
 from scripts.explain import Explanation
 from tests.explain import planted
 from tests.explain.planted import like
-from trainer.telemetry.source import line_at
+from trainer.telemetry.source_lines import line_at
 
 Look = Callable[..., Explanation]
 FILE = str(Path(planted.__file__).resolve())

@@ -11,7 +11,7 @@ from scripts.explain import Explanation
 from scripts.explain.run import explain_module
 from strategies import Regional, Whole
 from tests.trainer.test_other_peoples_models import Demo, gpt2, tokens
-from trainer.telemetry.source import line_at, shown
+from trainer.telemetry.source_lines import display_path, line_at
 
 
 def look(make: Callable[[], L.LightningModule], data: Callable[[], Any], *strategies: Any) -> Explanation:
@@ -40,4 +40,4 @@ def test_a_key_value_cache_while_training_is_found_with_the_flag_that_changes() 
     assert explanation.breaks == []
     assert explanation.unexpected
     assert all(" == False" in text or " == True" in text for each in explanation.unexpected for text in each.texts)
-    assert all(shown(str(each.where)).startswith("transformers/") for each in explanation.unexpected)
+    assert all(display_path(str(each.where)).startswith("transformers/") for each in explanation.unexpected)

@@ -42,7 +42,7 @@ def test_each_batch_is_called_once_and_graphs_repeat_real_steps(
 
 
 def test_copies_on_the_host_do_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.cuda_graph.repeat.DEVICE_SHARE", 0.0)
+    monkeypatch.setattr("strategies.cuda_graph.recorded_step.DEVICE_SHARE", 0.0)
     eager = fit(Net(), tmp_path, **ON_GPU)
     captured = Captured([CudaGraph()])
     captured.audit_at = (10,)
@@ -73,7 +73,7 @@ def test_what_a_backward_reads_is_part_of_the_graph(tmp_path: Path) -> None:
 
 
 def test_an_audit_finds_what_a_backward_reads_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.cuda_graph.recorder.HostRecorder._entered", lambda *_: None)
+    monkeypatch.setattr("strategies.cuda_graph.host_recorder.HostRecorder._entered", lambda *_: None)
     captured = Captured([CudaGraph()])
     captured.audit_at = (8, 14)
     fit(ReadsInItsBackward(), tmp_path, captured, **ON_GPU)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strategies import CudaGraph, Optimizer, Strategy
-from strategies.cuda_graph.capture import CudaEngine
+from strategies.cuda_graph.step_graphs import CudaEngine
 from tests.gpu.test_cuda import ON_GPU
 from tests.trainer.runs import curve, train
 from tests.trainer.test_resume_exactness import send_in_step

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.doctor import ERROR, OK
 from scripts.doctor.__main__ import with_torch
+from scripts.doctor.findings import ERROR, OK
 from tests.trainer.runs import train
 from trainer.console import summary
 from trainer.telemetry.profile import STEPS

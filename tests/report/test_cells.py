@@ -11,7 +11,7 @@ from tasks.micro.task import DIMENSIONS, Micro
 from tests.report.records import record
 from trainer.report.runs import Run, group
 from trainer.settings import Config
-from trainer.sweep.environment import described
+from trainer.sweep.environment import initial_record
 from trainer.telemetry.record import RunRecord
 
 
@@ -108,7 +108,7 @@ def test_runs_are_placed_by_how_they_started_and_ended() -> None:
 
 @pytest.mark.parametrize("model", DIMENSIONS)
 def test_a_record_of_micro_says_which_of_its_models_it_is_of(model: str) -> None:
-    assert described(Config(task=Micro(model=model)), []).task == f"micro {model}"
+    assert initial_record(Config(task=Micro(model=model)), []).task == f"micro {model}"
 
 
 def test_models_of_micro_have_names_of_their_own() -> None:

@@ -114,6 +114,7 @@ def test_what_fell_back_to_eager_altogether_is_never_recommended() -> None:
         ({"precision": "32-true"}, "precision: bf16-mixed (2 runs), 32-true (2 runs)"),
         ({"world_size": 8}, "world size: 1 (2 runs), 8 (2 runs)"),
         ({"versions": {"torch": "2.15.0"}}, "torch: 2.11.0 (2 runs), 2.15.0 (2 runs)"),
+        ({"schema": 1}, "record schema: 2 (2 runs), 1 (2 runs)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -32,7 +32,7 @@ from trainer.report.published import (
     rows_of,
 )
 from trainer.report.runs import Run, arm_of, find, fixed_settings, parity_of
-from trainer.telemetry.machine import MachineFacts
+from trainer.telemetry.machine_monitor import MachineFacts
 from trainer.telemetry.record import RunRecord
 
 ROUNDS = {"eager": (0.100, 0.200, 0.110), "regional": (0.080, 0.160, 0.092)}

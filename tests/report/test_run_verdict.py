@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trainer.report.run_verdict import run_verdict, verdict_lines
 from trainer.sweep.plan import with_arms
-from trainer.telemetry.machine import MachineFacts
+from trainer.telemetry.machine_monitor import MachineFacts
 from trainer.telemetry.record import Event, RunRecord
 
 

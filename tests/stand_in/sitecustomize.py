@@ -21,12 +21,12 @@ FAILS, EXITS, KILLED, REFUSED, WAITS = 1, 2, 3, 4, 5
 
 def run(config: Any, *, run_dir: Path, command: list[str]) -> Any:
     """Do what the seed says, and leave a record as a real run would."""
-    from trainer.sweep.environment import described
+    from trainer.sweep.environment import initial_record
 
     if config.seed == REFUSED:
         raise ValueError("task.data.root='' must name a folder")
     speed = 2.0 if config.compile else 1.0
-    record = described(config, command)
+    record = initial_record(config, command)
     record.status, record.final_loss, record.steady_steps_per_second = "finished", 0.25, speed
     record.warmup_seconds, record.warmup_steps, record.steps = 10.0 * speed, 5, config.trainer.max_steps
     record.resumed_from = config.resume

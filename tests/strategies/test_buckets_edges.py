@@ -12,7 +12,7 @@ from torch import nn
 
 from strategies import Buckets, Program, Ragged, buckets
 from strategies.buckets.batches import clear_of_64, optimal
-from strategies.options import cudnn_attention_fails
+from strategies.compile_options import cudnn_attention_fails
 
 
 def lognormal(examples: int = 100_000) -> np.ndarray:

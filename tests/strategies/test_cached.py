@@ -20,7 +20,7 @@ from torch.compiler._cache import CacheArtifactManager
 
 from strategies import Cached, Program, Regional, Whole
 from strategies.cached import store as artifact_store
-from strategies.cached.session import facts_of, fingerprint_of
+from strategies.cached.cache_session import facts_of, fingerprint_of
 from strategies.cached.store import ArtifactStore
 from tests.strategies.modules import Block, new_program
 

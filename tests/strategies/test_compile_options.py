@@ -11,7 +11,7 @@ from torch._inductor import list_mode_options
 
 from strategies import STRATEGIES, Buckets, Modular, Optimizer, Regional, Whole
 from strategies.base import WrongOption
-from strategies.options import MODES
+from strategies.compile_options import MODES
 from tests.strategies import backends
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from strategies import Cached
-from strategies.errors import hidden, refuse_credentials, without_credentials
+from strategies.compile_errors import redact, refuse_credentials, without_credentials
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,5 @@ def test_what_only_looks_like_a_credential_is_left_alone() -> None:
     ],
 )
 def test_a_text_keeps_everything_but_the_credential(text: str, shown: str) -> None:
-    assert hidden(text) == shown
-    assert hidden(shown) == shown
+    assert redact(text) == shown
+    assert redact(shown) == shown

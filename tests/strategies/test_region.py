@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from strategies import Program
 from strategies.base import compiler_settings, eager
-from strategies.check import Outcome
 from strategies.region import DOUBLE_BACKWARD, MAX_CHECKED, Check, Region, State
+from strategies.region_check import Outcome
 from strategies.regions import compile_in_place
 from tests.strategies import backends
 from tests.strategies.backends import Fault
@@ -184,7 +184,7 @@ def test_a_proven_kind_is_checked_again_when_asked() -> None:
     (kind,) = program.kinds.values()
     for number in range(6):
         if number >= 2:
-            kind.ask()
+            kind.request_checks()
         with one_step(program):
             for block in blocks:
                 block(x_BD).sum().backward()
@@ -266,7 +266,7 @@ def test_a_fault_that_begins_later_is_found_by_an_audit() -> None:
     for number in range(6):
         if number == 3:
             Fault.backward = 1.01
-            kind.ask()
+            kind.request_checks()
         with one_step(program):
             block(x_BD).sum().backward()
     assert region(program).state is State.FAILED
@@ -557,11 +557,11 @@ def test_computed_again_in_the_backward_a_region_does_what_it_did(reentrant: boo
     for number in range(8):
         block.zero_grad()
         if number == 4:
-            kind.ask()
+            kind.request_checks()
         with one_step(program):
             result = checkpoint(block, x_BD, use_reentrant=reentrant)
             if number == 5:
-                kind.ask()  # within a step: what ran compiled is computed again by the same code
+                kind.request_checks()  # within a step: what ran compiled is computed again by the same code
             if number == 7:
                 kind.fail("from the next step on")
             result.sum().backward()

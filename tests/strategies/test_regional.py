@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from strategies import Program, Regional
+from strategies import Program, Regional, Whole
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.conftest import Batch, in_force, loss_and_gradients
@@ -161,3 +161,18 @@ def test_where_nothing_repeats_children_are_compiled_unless_paths_were_named() -
     assert [region.path for region in program.regions] == ["stem", "layers.0", "layers.1", "head"]
     with pytest.raises(ValueError, match=r"no repeated blocks.*compile\.regional\.blocks=\[path,\.\.\.\]"):
         Regional(blocks=[]).apply(Program(module=module))
+
+
+def test_containers_of_other_layers_do_not_fall_back_together() -> None:
+    """They have one class, and nothing else in common."""
+    module = nn.Module()
+    module.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    module.critic = nn.Sequential(nn.Linear(8, 1))
+    module.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+    program = Program(module=module)
+    Whole(backend="eager").apply(program)
+    kinds = {region.path: region.of for region in program.regions}
+    assert kinds["generator"] is not kinds["critic"]
+    program = Program(module=module, blocks=("blocks",))
+    Regional(backend="eager").apply(program)
+    assert len({region.of for region in program.regions}) == 1, "equal ones share their code"

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from strategies.base import CannotCapture
-from strategies.compare import SINGLE, TF32, UNITS
-from strategies.cuda_graph.capture import (
+from strategies.cuda_graph.host_state import HostState, named
+from strategies.cuda_graph.recorded_step import StepRecorder
+from strategies.cuda_graph.step_graphs import (
     MAX_CHANGES,
     MAX_OBSERVATIONS,
     MAX_RECORDS,
@@ -29,8 +30,7 @@ from strategies.cuda_graph.capture import (
     StateChanges,
     StepGraphs,
 )
-from strategies.cuda_graph.repeat import Repeating
-from strategies.cuda_graph.state import HostState, named
+from strategies.tolerance import SINGLE, TF32, UNITS
 from tests.trainer.recording import RecordingEngine
 
 
@@ -113,8 +113,8 @@ def doubled(graphs: StepGraphs, rows: int, *, kind: str = "step") -> Tensor:
     return multiplied(graphs, rows, Host(), kind=kind)
 
 
-def compared(graphs: StepGraphs, mode: str = "on") -> Repeating:
-    graphs.repeating = Repeating(torch.device("cpu"), mode, random=graphs.random)
+def compared(graphs: StepGraphs, mode: str = "on") -> StepRecorder:
+    graphs.repeating = StepRecorder(torch.device("cpu"), mode, random=graphs.random)
     return graphs.repeating
 
 
@@ -174,7 +174,7 @@ def test_graphs_are_let_go_while_the_error_that_ends_them_is_handled() -> None:
         multiplied(graphs, 4, host)
     assert error.traceback, "of frames that know the shape"
     assert [replay() is None for replay in replays] == [False]
-    graphs.forget()
+    graphs.drop_graphs()
     gc.collect()
     assert [replay() is None for replay in replays] == [True], "the step runs eager next, and needs the memory"
 
@@ -185,7 +185,7 @@ def test_what_nothing_could_compare_is_observed_again_before_it_is_refused(engin
     for _ in range(8):
         multiplied(graphs, 4, host)
     assert (graphs.captures, host.observations) == (0, MAX_OBSERVATIONS)
-    assert graphs.refusals == ["calls time.time"]
+    assert graphs.rejections == ["calls time.time"]
 
 
 def test_few_graphs_are_kept_of_a_shape_whose_state_changes_now_and_then(engine: Failing) -> None:
@@ -234,7 +234,7 @@ def together(
     found: list[tuple[StepGraphs, list[str]]] = []
     for engine in engines:
         found.append((StepGraphs(engine), []))
-        found[-1][0].together = True
+        found[-1][0].several_ranks = True
         if mode != "off":
             compared(found[-1][0], mode)
 
@@ -247,7 +247,7 @@ def together(
 
     def process(rank: int) -> None:
         graphs, errors = found[rank]
-        graphs.agree = partial(agree, rank)
+        graphs.min_over_ranks = partial(agree, rank)
         weight = torch.zeros(())
         for number in rows[rank]:
             try:
@@ -297,7 +297,7 @@ def test_what_one_process_cannot_observe_runs_without_a_graph_in_all() -> None:
     hosts[1].problems = ["calls time.time"]
     found = together([[4] * 6, [4] * 6], hosts, [Counted(), Counted()])
     assert [(graphs.captures, graphs.eager_count, errors) for graphs, errors in found] == [(0, 6, [])] * 2
-    assert found[1][0].refusals == ["calls time.time"]
+    assert found[1][0].rejections == ["calls time.time"]
 
 
 def test_one_process_that_gives_up_ends_the_captures_of_all() -> None:
@@ -397,7 +397,7 @@ def test_an_audit_finds_what_goes_wrong_later_and_keeps_its_own_step() -> None:
         graphs.audit_next()
         multiplied(graphs, 4, host, weight=weight)
         assert (float(weight), host.calls) == (before + 16.0, calls + 1)
-        assert not graphs.settled
+        assert not graphs.done_capturing
     with pytest.raises(StateChanges, match="is not the step without it"):
         multiplied(graphs, 4, host, weight=weight)
 
@@ -466,7 +466,7 @@ def test_what_no_capture_permits_is_seen_before_one_is_tried(engine: Failing) ->
     for _ in range(8):
         graphs.run("step", torch.ones(4), Reads(host), name="step")
     assert (graphs.captures, host.calls) == (0, 8), "nothing was called in vain"
-    assert graphs.refusals == ["operation not permitted when stream is capturing"]
+    assert graphs.rejections == ["operation not permitted when stream is capturing"]
 
 
 def test_what_a_check_within_a_step_waits_for_is_none_of_the_steps(engine: Failing) -> None:
@@ -489,7 +489,7 @@ def test_what_a_check_within_a_step_waits_for_is_none_of_the_steps(engine: Faili
     for step in range(12):
         parts.now = step < 5
         graphs.run("step", torch.ones(4), Reads(host), name="step")
-    assert graphs.refusals == []
+    assert graphs.rejections == []
     assert graphs.captures == 1
 
 
@@ -509,7 +509,7 @@ def test_steps_left_out_run_in_python_and_graphs_stay(engine: Failing) -> None:
 def test_a_replay_that_is_one_percent_off_is_found_in_every_precision(unit: float) -> None:
     host, weight = Host(), torch.ones(64)
     graphs = StepGraphs(Faulty(weight))
-    graphs.repeating = Repeating(torch.device("cpu"), "on", unit, random=graphs.random)
+    graphs.repeating = StepRecorder(torch.device("cpu"), "on", unit, random=graphs.random)
     for _ in range(3):
         multiplied(graphs, 4, host, weight=weight)
     assert [one.passed for one in graphs.audits] == [False, False]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strategies import Regional
-from strategies.options import missing_for_inductor, missing_toolchain, unwritable_cache
+from strategies.compile_options import missing_for_inductor, missing_toolchain, unwritable_cache
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torchvision.models import list_models
 from torchvision.transforms.functional import normalize
 
-from tasks import module as task_module
+from tasks import lightning_module as task_module
 from tasks.image_classification.model import MEAN, STD, ClassifierNet, build_model, skeleton
 from tasks.image_classification.task import ImageClassification
 from tests.tasks.conftest import counted_flops

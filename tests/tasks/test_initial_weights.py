@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from strategies import Regional
-from strategies.cached.session import model_digest
+from strategies.cached.cache_session import model_digest
 from tasks import TASKS, Task
-from tasks import module as modules
+from tasks import lightning_module as modules
 from tasks.captioning.task import CaptionerSize, Shapes
 from tasks.image_classification.task import LabelledShapes
 from tasks.language.sources import Stdlib
 from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
-from tasks.module import is_on_meta, on_meta, start
+from tasks.lightning_module import is_on_meta, on_meta, start
 from tests.tasks.conftest import fit
 from trainer.callback import Compile
-from trainer.peers import placed
+from trainer.peers.peer_loops import placed
 
 SMALL: dict[str, dict[str, Any]] = {
     "captioning": {

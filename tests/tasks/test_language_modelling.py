@@ -43,7 +43,7 @@ def test_a_large_networks_gradients_are_freed_as_soon_as_they_are_used(monkeypat
     _, small = fit(task_of(), Watch(), steps=3)
     assert held == [False, True, True]
     held.clear()
-    monkeypatch.setattr("tasks.module.LARGE", 1)
+    monkeypatch.setattr("tasks.lightning_module.LARGE", 1)
     _, large = fit(task_of(), Watch(), steps=3)
     assert held == [False, False, False]
     assert large.losses == small.losses

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 from tasks.language.data import TextBatch
 from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
-from tasks.module import on_meta
+from tasks.lightning_module import on_meta
 from tests.tasks.conftest import counted_flops
 
 NETWORKS = Path(__file__).resolve().parents[2] / "conf" / "task" / "network"

@@ -12,7 +12,7 @@ from torch import Tensor
 from tasks.language.data import CollateMasked
 from tasks.language.sources import Stdlib, TextFiles
 from tasks.language.task import BertNetwork, MaskedLM
-from tasks.tokens import BEGIN, END, PAD
+from tasks.special_tokens import BEGIN, END, PAD
 from tests.tasks.conftest import opened
 from tests.tasks.test_resume import train
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tasks import Task
 from tasks.captioning.task import CaptionerSize, Captioning, Shapes
-from tasks.loading import ResumableSampler
+from tasks.resumable_data import ResumableSampler
 from tests.tasks.conftest import fit, opened
 
 
@@ -34,7 +34,7 @@ def test_a_resumed_run_continues_with_the_same_batches_and_losses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     if on_device:
-        monkeypatch.setattr("tasks.module.LARGE", 1)
+        monkeypatch.setattr("tasks.lightning_module.LARGE", 1)
     task = Captioning(size=size, data=Shapes(batch_size=4, train_images=22, val_images=4, num_workers=workers))
     whole = train(task, tmp_path / "a", limit_train_batches=limit)
     assert len(whole) == 12

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tasks.captioning.task import CaptionerSize, Captioning, Lognormal, Shapes
-from tasks.loading import load_tokenizer, train_tokenizer
+from tasks.resumable_data import load_tokenizer, train_tokenizer
 from tests.tasks.conftest import opened
 
 

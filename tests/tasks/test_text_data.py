@@ -14,8 +14,8 @@ from strategies import Ragged
 from strategies.padding import length_of
 from tasks.language.sources import Stdlib, TextData, TextFiles, definitions
 from tasks.language.task import Gpt2Network, LanguageModelling
-from tasks.loading import encode, train_tokenizer
-from tasks.tokens import BEGIN, END, PAD
+from tasks.resumable_data import encode, train_tokenizer
+from tasks.special_tokens import BEGIN, END, PAD
 from tests.tasks.conftest import opened
 
 
@@ -103,7 +103,7 @@ def test_tokens_are_kept_for_the_next_start(folder: Path, private_cache: Path, m
     kept = sorted(private_cache.rglob("tokens-*.npy"))
     assert len(kept) == 2
     with monkeypatch.context() as patched:
-        patched.setattr("tasks.loading.encode", lambda *_: pytest.fail("encoded again"))
+        patched.setattr("tasks.resumable_data.encode", lambda *_: pytest.fail("encoded again"))
         again = load(data)
     assert all(torch.equal(first.train_set[index], again.train_set[index]) for index in range(len(first.train_set)))
     kept[0].write_bytes(b"half a file")

@@ -9,7 +9,7 @@ import lightning as L
 
 from strategies import Program, Strategy
 from strategies.base import apply, begin, end
-from strategies.cuda_graph.steps import StepCapture
+from strategies.cuda_graph.step_capture import StepCapture
 from trainer.loops.lightning import LightningLoop
 
 
@@ -23,7 +23,7 @@ class Captured(L.Callback):
         self.facts: dict[str, Any] = {}
         self.settled: list[bool] = []
         self.audit_at: tuple[int, ...] = ()
-        self._give_back: Callable[[], None] = lambda: None
+        self._unwrap_step: Callable[[], None] = lambda: None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loop: Any = LightningLoop(trainer)
@@ -40,7 +40,7 @@ class Captured(L.Callback):
         self.program.found = None  # nobody looks at what the first steps call
         assert self.program.step is not None
         self.capture = capture = StepCapture(loop, self.program, self.program.step, parity=self._parity)
-        self._give_back = loop.take_over(lambda micro: capture.run(micro, lambda one: one.run(one.batch)))
+        self._unwrap_step = loop.wrap_step(lambda micro: capture.run(micro, lambda one: one.run(one.batch)))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert self.program is not None
@@ -55,12 +55,12 @@ class Captured(L.Callback):
         self.program.activate(False)
         for kind in self.program.kinds.values():
             kind.settle()
-        self.settled.append(self.capture.settled)
+        self.settled.append(self.capture.done_capturing)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.capture is not None
         assert self.program is not None
         self.facts = self.capture.facts()
-        self._give_back()
+        self._unwrap_step()
         self.capture.close()
         end(self._strategies, self.program)

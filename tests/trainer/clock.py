@@ -31,4 +31,4 @@ CLOCK = Clock()
 
 def stop_time(patch: pytest.MonkeyPatch) -> None:
     """Let every step, pause and wait take what is slept on ``CLOCK`` meanwhile, and nothing else."""
-    patch.setattr("trainer.telemetry.machine.time", CLOCK)  # compile seconds stay those of the real clock
+    patch.setattr("trainer.telemetry.machine_monitor.time", CLOCK)  # compile seconds stay those of the real clock

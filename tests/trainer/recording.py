@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies import Program, Strategy
 from strategies.base import Stage
-from strategies.cuda_graph.capture import StepGraphs
 from strategies.cuda_graph.network import NetworkGraphs
+from strategies.cuda_graph.step_graphs import StepGraphs
 from strategies.torch_patches import as_capturing
 
 aten = torch.ops.aten

@@ -16,8 +16,9 @@ from torch import nn
 
 from strategies import STRATEGIES, Program, Regional, Strategy, Whole
 from strategies.modules import Auto
-from trainer.auto import Knowledge, chooser
+from trainer.auto import chooser
 from trainer.auto.chooser import Chooser
+from trainer.auto.rule import Timings
 from trainer.telemetry.meter import Step
 
 AGAIN = 0.3
@@ -99,9 +100,9 @@ class Simulation:
             is_first_process=True,
             device=torch.device("cpu"),
             broadcast=lambda value: value,
-            anywhere=bool,
-            everywhere=bool,
-            why_not_capture=lambda: (),
+            any_rank=bool,
+            all_ranks=bool,
+            capture_obstacles=lambda: (),
         )
         self.chance = random.Random(0)
         self._fresh: set[Any] = set()
@@ -113,7 +114,7 @@ class Simulation:
 
         def count() -> None:
             count_kinds()
-            self.chooser._known.layers = dict(self.workload.layers)
+            self.chooser._timings.layers = dict(self.workload.layers)
 
         self.chooser._count_kinds = count  # type: ignore[method-assign]
 
@@ -144,7 +145,9 @@ class Simulation:
                 path="a", called=True, state="failed" if reason else "compiled", reason=reason
             )
             self.program.regions.append(region)
-        graphs: Any = SimpleNamespace(settled=True, replays=0, captures=0, given_up="cuda_graph" in self.workload.fails)
+        graphs: Any = SimpleNamespace(
+            done_capturing=True, replays=0, captures=0, given_up="cuda_graph" in self.workload.fails
+        )
         self.program.step = graphs if "cuda_graph" in names else None
         if self.program.step is not None and graphs.given_up:
             self.program.given_up["step"] = self.workload.fails["cuda_graph"]
@@ -217,7 +220,7 @@ def steps_take(monkeypatch: pytest.MonkeyPatch, backend: str = "eager", /, **sec
     """In real trainings: candidates compile for ``backend``, ``regional`` first, are judged within a few steps, and
     steps count as if they took the seconds given for the module strategy and capture that train
     (``regional__cuda_graph=0.5``)."""
-    monkeypatch.setattr(Knowledge, "_bound_of_compile", lambda known, module: {"regional": 1.0, "whole": 20.0}[module])
+    monkeypatch.setattr(Timings, "_bound_of_compile", lambda known, module: {"regional": 1.0, "whole": 20.0}[module])
     monkeypatch.setattr("trainer.auto.SAVED_MORE", 0.0)
     monkeypatch.setattr("trainer.auto.SAVED_MORE_BY_BLOCKS", 0.0)
     kinds: dict[str, Any] = {kind.name: functools.partial(kind, backend=backend) for kind in (Regional, Whole)}
@@ -245,5 +248,5 @@ def simulate(
     monkeypatch.setattr(chooser, "now", lambda: run.now)
     monkeypatch.setattr(chooser, "process_age_seconds", lambda: STARTED + run.now)
     monkeypatch.setattr(Chooser, "_may_capture", lambda self: captures)
-    monkeypatch.setattr(Chooser, "_ahead", lambda self: run.arm in workload.never_waits)
+    monkeypatch.setattr(Chooser, "_device_is_behind", lambda self: run.arm in workload.never_waits)
     return run

@@ -18,7 +18,7 @@ from tests.trainer.runs import last_checkpoint, train
 from tests.trainer.test_checkpoint_files import Small
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
-from trainer.telemetry.files import written_whole
+from trainer.telemetry.serialization import written_whole
 
 ASYNC = ("trainer.async_checkpoints=true", "trainer.max_steps=4", "trainer.checkpoint_every_n_steps=1")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from strategies import CudaGraph, Program, Regional, Whole
-from strategies.cached.session import fingerprint_of
-from strategies.cuda_graph.capture import StepGraphs
+from strategies.cached.cache_session import fingerprint_of
+from strategies.cuda_graph.step_graphs import StepGraphs
 from strategies.modules import Auto
 from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
@@ -19,7 +19,7 @@ from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
 from tests.trainer.simulated import steps_take
 from trainer.auto import chooser
-from trainer.auto.memory import program_facts
+from trainer.auto.past_runs import program_facts
 from trainer.callback import Compile
 
 LONG = 10**9

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from strategies.compile_errors import SECOND_ORDER
 from tests.trainer.simulated import STARTED, Workload, simulate
-from trainer.auto import CACHED_SECONDS, EAGER, MARGIN, SETUP_SECONDS, Arm, Knowledge
-from trainer.auto.memory import keep, recall
+from trainer.auto import chooser
+from trainer.auto.past_runs import load_timings, save_timings
+from trainer.auto.rule import CACHED_SECONDS, EAGER, MARGIN, SETUP_SECONDS, Arm, Timings
 
 # Of H200s and H100s (docs/results/without_records.md); of those without a source, the order is what counts.
 WORKLOADS = {
@@ -288,6 +290,24 @@ def test_what_does_not_compile_is_out_and_the_best_trains_on(monkeypatch: pytest
     assert run.program.report["auto"]["table"]["regional"]["failed"] == "planted"
 
 
+def test_a_gradient_within_the_loss_is_compiled_once_it_was_found_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(chooser, "timings_file", lambda *_, **__: tmp_path / "memory.json")
+    reason = f"a gradient of its gradient is taken; {SECOND_ORDER}"
+    forces = replace(SMALL, steps={**SMALL.steps, "second_order": SMALL.steps["whole"]}, fails={"regional": reason})
+    run = simulate(monkeypatch, forces, 20_000, captures=False, remember=True).train(900)
+    assert run.tried == ["eager", "regional", "second_order"], "one graph of all would meet the same gradient"
+    assert run.chosen == "second_order"
+    assert run.program.report["auto"]["table"]["whole"]["failed"] == reason
+    again = simulate(monkeypatch, forces, 20_000, captures=False, remember=True).train(900)
+    assert again.tried == ["eager", "second_order"], "as the first run found out"
+    options = {"candidates": ["regional", "whole", "cuda_graph"]}
+    without = simulate(monkeypatch, forces, 20_000, captures=False, **options).train(600)
+    assert "second_order" not in without.tried
+
+
 def test_steps_that_eager_cannot_capture_are_not_captured_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = replace(WORKLOADS["llama"], fails={"cuda_graph": "it reads its loss"})
     run = simulate(monkeypatch, reads, 20_000).train(600)
@@ -317,14 +337,14 @@ def drawn(count: int, steps: int) -> list[int]:
 
 @pytest.mark.parametrize("seen", [45, 150, 500])
 def test_shapes_to_come_are_estimated_from_those_seen_once_and_twice(seen: int) -> None:
-    known = Knowledge(arms={}, shapes=Counter(drawn(200, seen)))
+    known = Timings(arms={}, shapes=Counter(drawn(200, seen)))
     came = len(set(drawn(200, 2_000))) - len(known.shapes)
     assert came / 3 <= known.new_shapes(2_000 - seen) <= 2 * came, "a lower bound of what is expected"
 
 
 @pytest.mark.parametrize("shapes", [{}, {"a": 30}, {"a": 30, "last": 1}, dict.fromkeys("abcdefgh", 4)])
 def test_batches_of_shapes_that_all_came_often_bring_no_new_one(shapes: dict[str, int]) -> None:
-    assert Knowledge(arms={}, shapes=Counter(shapes)).new_shapes(10**6) <= 1
+    assert Timings(arms={}, shapes=Counter(shapes)).new_shapes(10**6) <= 1
 
 
 def test_steps_of_many_lengths_are_not_captured_unless_the_run_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,12 +374,12 @@ def test_compiles_for_further_shapes_are_expected_where_the_modules_need_them() 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def arms() -> Knowledge:
+def arms() -> Timings:
     every = [Arm(module=name, captured=one) for one in (False, True) for name in (EAGER, "regional", "whole")]
-    return Knowledge(arms={(arm.module, arm.captured): arm for arm in every})
+    return Timings(arms={(arm.module, arm.captured): arm for arm in every})
 
 
-def measured() -> Knowledge:
+def measured() -> Timings:
     known = arms()
     eager, regional = known.arms[EAGER, False], known.arms["regional", False]
     eager.step_seconds, eager.setup_seconds = 1.0, 0.0
@@ -380,7 +400,7 @@ def test_what_an_earlier_run_measured_takes_the_place_of_bounds() -> None:
 
 
 def test_a_second_run_begins_with_what_was_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("trainer.auto.chooser.memory_of", lambda *_, **__: tmp_path / "a.json")
+    monkeypatch.setattr("trainer.auto.chooser.timings_file", lambda *_, **__: tmp_path / "a.json")
     first = simulate(monkeypatch, SMALL, 20_000, captures=False, remember=True).train(600)
     second = simulate(monkeypatch, SMALL, 20_000, captures=False, remember=True).train(100)
     assert first.program.report["auto"]["remembered"] is None
@@ -394,25 +414,25 @@ def test_a_second_run_begins_with_what_was_best(monkeypatch: pytest.MonkeyPatch,
 
 def test_what_was_measured_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    assert keep(measured(), tmp_path / "a.json") is None
+    assert save_timings(measured(), tmp_path / "a.json") is None
     known = arms()
-    assert recall(known, tmp_path / "a.json")
+    assert load_timings(known, tmp_path / "a.json")
     assert known.arms["regional", False].step_seconds == 0.5
     assert known.arms["whole", False].failed == "not compiled"
     assert known.cached == set()
-    assert recall(arms(), tmp_path / "b.json") is None
+    assert load_timings(arms(), tmp_path / "b.json") is None
 
 
 def test_what_is_in_the_compilers_caches_is_expected_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = tmp_path / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(caches))
-    keep(measured(), tmp_path / "a.json")
+    save_timings(measured(), tmp_path / "a.json")
     for there, seconds in ((False, SETUP_SECONDS["regional"]), (True, CACHED_SECONDS["regional"])):
         if there:
             caches.mkdir()
             (caches / "kernel").touch()
         known = arms()
-        recall(known, tmp_path / "a.json")
+        load_timings(known, tmp_path / "a.json")
         assert known.arms["regional", False].setup_seconds == seconds
         assert known.cached == ({"regional"} if there else set())
 
@@ -422,9 +442,9 @@ def test_the_next_run_counts_captures_of_all_shapes(tmp_path: Path) -> None:
     captured = known.arms[EAGER, True]
     captured.step_seconds, captured.setup_seconds = 0.9, 0.2
     known.shapes = Counter(drawn(200, 45))
-    assert keep(known, file) is None
+    assert save_timings(known, file) is None
     kept = arms()
-    recall(kept, file)
+    load_timings(kept, file)
     setup = kept.arms[EAGER, True].setup_seconds
     assert setup is not None
     assert setup > len(known.shapes) * SETUP_SECONDS["cuda_graph"]
@@ -435,15 +455,15 @@ def test_a_damaged_or_foreign_memory_counts_as_none(tmp_path: Path, text: str) -
     file = tmp_path / "a.json"
     file.write_text(text)
     known = arms()
-    assert recall(known, file) is None
+    assert load_timings(known, file) is None
     assert known.arms["regional", False].step_seconds is None
-    assert keep(measured(), file) is None
+    assert save_timings(measured(), file) is None
     assert json.loads(file.read_text())["arms"]["regional"]["step_seconds"] == 0.5
 
 
 def test_memory_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    why = keep(measured(), tmp_path / "file" / "folder" / "a.json")
+    why = save_timings(measured(), tmp_path / "file" / "folder" / "a.json")
     assert why is not None
     assert "Not a directory" in why
 

@@ -20,12 +20,12 @@ import torch
 from tests.trainer.runs import train
 from trainer.callback import Compile
 from trainer.checkpoint_files import find_checkpoint
-from trainer.checkpoints import PARTS, Checkpoints, FiniteLosses, opened, random_states, restore_own
+from trainer.checkpoints import PARTS, Checkpoints, FiniteLosses, open_checkpoint, random_states, restore_own
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.process import StopRequest
-from trainer.telemetry.files import written_whole
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.serialization import written_whole
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_checkpoint_is_found_by_run_folder_or_file(run_dir: Path) -> None:
     expected = run_dir / "checkpoints" / "last.ckpt"
     for given in (run_dir, run_dir / "checkpoints", expected):
         assert find_checkpoint(str(given)) == expected
-    assert opened(expected)["global_step"] == 2
+    assert open_checkpoint(expected)["global_step"] == 2
 
 
 def truncated(run_dir: Path, folder: Path) -> Path:
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_was_written_without_checksums_is_read(tmp_path: Path)
         torch.save({**dict.fromkeys(PARTS), "global_step": 3}, tmp_path / "last.ckpt")
     finally:
         torch.serialization.set_crc32_options(before)
-    assert opened(tmp_path / "last.ckpt")["global_step"] == 3
+    assert open_checkpoint(tmp_path / "last.ckpt")["global_step"] == 3
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_is_named_with_the_file(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strategies import STRATEGIES, Regional, Whole
-from strategies.errors import one_line
+from strategies.compile_errors import one_line
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.runs import MODULE_STRATEGIES, train

@@ -18,9 +18,9 @@ from rich.console import Console
 import trainer.console
 from trainer.console import ProgressView, SecondsLeft, print_end, seconds_left, summary
 from trainer.telemetry.compiler import Compiling
-from trainer.telemetry.machine import MachineFacts
+from trainer.telemetry.machine_monitor import MachineFacts
 from trainer.telemetry.record import Event, RunRecord
-from trainer.telemetry.source import raised_at
+from trainer.telemetry.source_lines import raised_at
 
 COMPILED: dict[str, Any] = {"label": "regional", "strategies": [{"name": "regional"}]}
 

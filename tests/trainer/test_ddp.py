@@ -22,7 +22,7 @@ from tests.trainer.runs import curve, overrides, train
 from trainer.build import build_trainer
 from trainer.callback import Compile
 from trainer.config import compose
-from trainer.loops.processes import DDP
+from trainer.loops.distributed import DDP
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.xdist_group("two_processes")
@@ -169,6 +169,6 @@ def test_a_sigterm_to_one_before_the_first_step_keeps_nobody_waiting(pair: Pair,
 
 
 def test_lightning_still_waits_for_a_flag_in_each_step() -> None:
-    """Once it does not, ``trainer.loops.private.on_sigterm`` can go."""
+    """Once it does not, ``trainer.loops.lightning_internals.on_sigterm`` can go."""
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
     assert ".item()" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch._dynamo import register_backend
 
-from tasks.module import ScoredModule
+from tasks.lightning_module import ScoredModule
 from tests.conftest import ROOT
 from tests.processes import RanksFailed, command_alone, on_ranks, torchrun
 from tests.trainer.runs import SMALLEST, last_checkpoint, train
@@ -184,7 +184,7 @@ ALONE = """
 import json, os, signal, sys, time
 from pathlib import Path
 import torch
-from tasks.module import ScoredModule
+from tasks.lightning_module import ScoredModule
 from tests.trainer.runs import train
 
 folder, rank = Path(sys.argv[1]), int(os.environ.get("LOCAL_RANK", 0))

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import CudaGraph, Regional, Strategy
-from strategies.check import leaves_of
 from strategies.cuda_graph.network import DOUBLE_BACKWARD
+from strategies.region_check import leaves_of
 from tests.strategies.modules import Block
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import RecordedNetwork, RecordedStepOrNetwork, RecordingEngine

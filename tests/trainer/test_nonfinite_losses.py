@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from strategies import Regional
-from tasks.module import ScoredModule
+from tasks.lightning_module import ScoredModule
 from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.recording import Recorded

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
-from trainer.sweep.telling import InNotebook, InTerminal, teller
+from trainer.sweep.progress import NotebookOutput, TerminalOutput, progress_output
 
 MODEL = """
 import lightning as L
@@ -88,11 +88,11 @@ def test_where_a_kernel_runs_the_one_output_is_updated(monkeypatch: pytest.Monke
     ipython: Any = types.ModuleType("IPython")
     ipython.display, ipython.get_ipython = types.SimpleNamespace(display=display), lambda: types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    assert isinstance(teller(quiet=False), InTerminal), "IPython in a terminal has no kernel"
+    assert isinstance(progress_output(quiet=False), TerminalOutput), "IPython in a terminal has no kernel"
     ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
-    assert isinstance(teller(quiet=True), InTerminal)
-    telling = teller(quiet=False)
-    assert isinstance(telling, InNotebook)
+    assert isinstance(progress_output(quiet=True), TerminalOutput)
+    telling = progress_output(quiet=False)
+    assert isinstance(telling, NotebookOutput)
     telling.note("comparing eager, whole")
     with telling.doing("eager, round 1 of 1"):
         pass

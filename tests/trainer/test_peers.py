@@ -11,14 +11,14 @@ import lightning as L
 import pytest
 import torch
 
-from strategies.loop import RunMicroBatch
+from strategies.loop_protocol import RunMicroBatch
 from tests import instant_cells
 from tests.instant_cells import InstantCells
 from tests.processes import Pair
 from tests.trainer.runs import SMALLEST
-from trainer import peers
 from trainer.config import compose
-from trainer.peers.loops import PeerLoop
+from trainer.peers import peer_job
+from trainer.peers.peer_loops import PeerLoop
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run, find
 from trainer.run import run
@@ -73,8 +73,8 @@ def loss_of_what_is_captured(folder: Path) -> float | None:
         loop.replays = 1
         return lambda micro: micro.run(micro.batch)
 
-    peers.captured_steps = not_captured  # type: ignore[assignment]
-    peers.ARMS["loop_eager"] = partial(peers.loop, captured=True)
+    peer_job.captured_steps = not_captured  # type: ignore[assignment]
+    peer_job.ARMS["loop_eager"] = partial(peer_job.loop, captured=True)
     return loss_of_the_loop_by_hand(folder)
 
 
@@ -181,12 +181,12 @@ def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path, capsys: pytest.
 
 def loss_of_a_loop_of_ones_own(config: Config) -> float:
     """Mean loss of ``STEPS`` steps of the network that ``run.peer=transformers_eager`` trains."""
-    from trainer.peers.huggingface import equivalent
+    from trainer.peers.transformers_trainer import matching_network
 
     task: Any = config.task
     L.seed_everything(config.seed, verbose=False)
     data, module = task.build_data(seed=config.seed), task.build_module(max_steps=STEPS)
-    build, inputs = equivalent(task)
+    build, inputs = matching_network(task)
     module.net = model = build()
     set_up = module.configure_optimizers()
     data.setup("fit")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from strategies import Optimizer, Regional, Strategy
 from tests.strategies import backends
 from tests.trainer.recording import Recorded
+from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.plain import PlainLoop
-from trainer.loops.training import CompiledTraining
 from trainer.telemetry.record import RunRecord
 
 
@@ -82,7 +82,7 @@ def test_a_loop_stays_taken_over_where_nobody_keeps_what_gives_it_back() -> None
         taken.append(micro.index)
         return micro.run(micro.batch)
 
-    loop.take_over(run)
+    loop.wrap_step(run)
     assert len(list(loop.fit(batches(3)))) == 3
     assert taken == [0, 1, 2]
 

@@ -11,7 +11,7 @@ from trainer.telemetry.record import Event, Rates, RunRecord
 
 def test_a_record_takes_what_was_measured() -> None:
     record = RunRecord(task="any", steps=3)
-    record.take(Rates(samples_per_second=2.0))
+    record.copy_fields(Rates(samples_per_second=2.0))
     assert (record.samples_per_second, record.steps) == (2.0, 3)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.module import ScoredModule
+from tasks.lightning_module import ScoredModule
 from tests.trainer.runs import curve, last_checkpoint, train
 
 STEPS, STOP_AT = 12, 6

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import tasks.module
+import tasks.lightning_module
 from strategies import Optimizer, Regional, regions
 from strategies.modules import Auto
 from tasks.captioning.task import CaptionerSize, Captioning, Shapes
@@ -276,7 +276,7 @@ def drawn(folder: Path) -> dict[str, Any]:
         image_size=32, encoder_layers=1, encoder_width=16, decoder_layers=1, decoder_width=16, vocabulary_size=300
     )
     task = Captioning(size=size, data=Shapes(batch_size=2, train_images=8, val_images=2, num_workers=0))
-    tasks.module.LARGE = 1  # weights are drawn on the device
+    tasks.lightning_module.LARGE = 1  # weights are drawn on the device
     module: Any = task.build_module(max_steps=2)
     torch.rand(1 + int(os.environ["RANK"]))  # what a process draws of its own between building and training
     sums, draw = [], module.configure_model
@@ -318,7 +318,7 @@ def resumed(folder: Path) -> Facts:
         seen[-1].append(float(outputs["loss"]))
 
     for hook in (on_fit_start, on_train_batch_start, on_train_batch_end):
-        setattr(tasks.module.ScoredModule, hook.__name__, hook)
+        setattr(tasks.lightning_module.ScoredModule, hook.__name__, hook)
     facts = {}
     for name, resume in (("whole", ()), ("first", ()), ("second", (f"resume={folder / 'first'}",))):
         stopping = name == "first"

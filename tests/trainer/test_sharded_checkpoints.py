@@ -28,7 +28,7 @@ from tests.processes import Pair, RanksFailed, on_ranks
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import train
 from trainer.checkpoint_files import INDEX, META, beside, find_checkpoint, is_directory
-from trainer.checkpoints import opened
+from trainer.checkpoints import open_checkpoint
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.fsdp2 import FSDP2
@@ -206,7 +206,7 @@ def test_a_directory_that_is_damaged_or_runs_code_is_refused(
     crossed: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     whole = folder / "directory" / "last.ckpt"
-    assert opened(whole)["global_step"] == SAVED_AT
+    assert open_checkpoint(whole)["global_step"] == SAVED_AT
 
     class RunsCode:
         def __reduce__(self) -> Any:
@@ -231,7 +231,7 @@ def test_a_directory_that_is_damaged_or_runs_code_is_refused(
         shutil.copytree(whole, path)
         spoil(path)
         with pytest.raises(ValueError, match=complaint) as raised:
-            opened(path)
+            open_checkpoint(path)
         assert len(str(raised.value).splitlines()) == 1
 
 
@@ -365,8 +365,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
             for owner, name in ((os, "rename"), (shutil, "rmtree")):
                 patch.setattr(owner, name, partial(counted, name, getattr(owner, name), limit))
             checkpoint_io.replace(path)
-        assert opened(find_checkpoint(str(run)))["global_step"] == SAVED_AT
-        assert opened(find_checkpoint(str(path)))["global_step"] == SAVED_AT
+        assert open_checkpoint(find_checkpoint(str(run)))["global_step"] == SAVED_AT
+        assert open_checkpoint(find_checkpoint(str(path)))["global_step"] == SAVED_AT
     assert calls == ["rename", "rename", "rmtree"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.process import Interrupted, StopRequest, importing, present_handlers, undisturbed
+from trainer.process import Interrupted, StopRequest, present_handlers, undisturbed, uninterrupted_import
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def pythons_own_handler() -> Iterator[None]:
 
 def imported(*signals: int, said: list[str]) -> None:
     """An import in whose middle the signals come."""
-    with importing():
+    with uninterrupted_import():
         for signum in signals:
             signal.raise_signal(signum)
         said.append("imported")
@@ -46,7 +46,7 @@ def test_python_s_own_interrupt_waits_too() -> None:
 
 def test_a_failed_import_is_told_before_a_signal_that_waits_and_handlers_come_back() -> None:
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(ImportError), importing():
+    with pytest.raises(ImportError), uninterrupted_import():
         raise ImportError("no torch")
     assert signal.getsignal(signal.SIGINT) == handler
 
@@ -55,7 +55,7 @@ def test_other_threads_cannot_set_handlers_and_need_not() -> None:
     seen: list[str] = []
 
     def work() -> None:
-        with importing():
+        with uninterrupted_import():
             seen.append("imported")
 
     thread = threading.Thread(target=work)

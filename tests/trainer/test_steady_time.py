@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tasks.module import ScoredModule
+from tasks.lightning_module import ScoredModule
 from tests.trainer.clock import CLOCK, Clock
 from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
 from tests.trainer.runs import train

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.cuda_graph import capture
-from strategies.cuda_graph.recorder import HostRecorder
+from strategies.cuda_graph import step_graphs
+from strategies.cuda_graph.host_recorder import HostRecorder
 from tests.trainer.capturing import Captured
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import Recorded, RecordingEngine
@@ -337,7 +337,7 @@ def test_freezing_a_layer_is_another_graph(tmp_path: Path) -> None:
 
 
 def test_further_shapes_run_eager_once_there_are_enough_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "MAX_GRAPHS", 1)
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 1)
     captured = Captured([Recorded()])
     fit(Net(), tmp_path, captured, rows=46, max_steps=40)
     report = captured.facts

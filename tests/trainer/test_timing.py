@@ -204,7 +204,7 @@ def test_all_processes_begin_a_window_at_the_same_step(clock: Clock) -> None:
     found = []
     for began, broadcast in ((0.0, lambda value: sent.append(value) or value), (99.0, lambda _: sent.pop(0))):
         loop: Any = SimpleNamespace(
-            world_size=2, micro_batches=1, broadcast=broadcast, anywhere=bool, everywhere=bool,
+            world_size=2, micro_batches=1, broadcast=broadcast, any_rank=bool, all_ranks=bool,
             steps_done=100, log_every_n_steps=50, device=torch.device("cpu"),
         )  # fmt: skip
         meter = SimpleNamespace(steady=SimpleNamespace(seconds=[0.01] * STEADY_STEPS), median_seconds=0.01, ended=100)
@@ -219,7 +219,7 @@ def test_all_processes_begin_a_window_at_the_same_step(clock: Clock) -> None:
 def test_each_process_is_asked_whatever_it_knows_itself() -> None:
     # The others would wait for its answer: of four GPUs one may have no steady step yet.
     asked: list[bool] = []
-    loop: Any = SimpleNamespace(everywhere=lambda flag: asked.append(flag) or False)
+    loop: Any = SimpleNamespace(all_ranks=lambda flag: asked.append(flag) or False)
     meter = SimpleNamespace(median_seconds=None, steady=SimpleNamespace(seconds=[]))
     timing = Timing(loop, SimpleNamespace(), SimpleNamespace(meter=meter), lambda line: None, wanted=True)  # type: ignore[arg-type]
     timing._plan_first()

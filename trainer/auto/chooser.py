@@ -16,13 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from strategies import STRATEGIES, Program, Regional, Strategy
 from strategies.base import ordered
-from strategies.errors import one_line
-from strategies.loop import Loop, StepHook
-from strategies.modules import Auto
-from trainer.auto import EAGER, MARGIN, MODULES, REPEATED, SURE, Arm, Choice, Knowledge
-from trainer.auto.memory import keep, memory_of, recall
+from strategies.compile_errors import SECOND_ORDER, one_line
+from strategies.loop_protocol import Loop, StepHook
+from strategies.modules import CANDIDATES, Auto
+from trainer.auto.past_runs import load_timings, save_timings, timings_file
+from trainer.auto.rule import DERIVING, EAGER, MARGIN, MODULES, REPEATED, SURE, Arm, Choice, Timings
 from trainer.telemetry.hardware import process_age_seconds
-from trainer.telemetry.machine import now
+from trainer.telemetry.machine_monitor import now
 from trainer.telemetry.meter import Step, shape_of
 from trainer.telemetry.telemetry import Telemetry
 
@@ -52,7 +52,7 @@ chosen before, from the step that begins. Raises ValueError where one does not f
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TimedStep:
     """One optimizer step of an arm."""
 
     step: Step
@@ -79,9 +79,9 @@ class Chooser(StepHook):
         self._switch = switch
         self.decided = False
         self._others = [strategy for strategy in program.strategies if strategy is not auto]
-        self._named = {name: STRATEGIES[name]() for name in ("regional", "whole", "cuda_graph")}
+        self._named = {name: STRATEGIES[name]() for name in CANDIDATES}
         self._base = self._best = self._on = Arm()
-        self._known = Knowledge(arms={(EAGER, False): self._base})
+        self._timings = Timings(arms={(EAGER, False): self._base})
         self._next: Arm | None = None
         self._memory: Path | None = None
         self._begun, self._step_begins = False, True
@@ -89,7 +89,7 @@ class Chooser(StepHook):
         """Shape and beginning of the step under way."""
         self._done: tuple[Any, float, bool] | None = None
         """Of the last step, whose clock is read when the next one begins."""
-        self._steps: list[Trained] = []
+        self._steps: list[TimedStep] = []
         """Of the arm that trains."""
         self._settled: int | None = None
         self._look_at = 0
@@ -114,10 +114,10 @@ class Chooser(StepHook):
             self._begin(batch)
         self._note_step()
         if self._next is None:
-            self._look()
+            self._judge_arm()
         while self._next is not None:
             arm, self._next = self._next, None
-            self._take_over(arm)
+            self._switch_to(arm)
         self._step_begins = False
         self._under_way = shape_of(batch), now()
 
@@ -126,10 +126,10 @@ class Chooser(StepHook):
         if self.decided or self._under_way is None or not stepped:
             return
         shape, began = self._under_way
-        self._done = shape, now() - began, self._ahead()
+        self._done = shape, now() - began, self._device_is_behind()
         self._under_way, self._step_begins = None, True
 
-    def _ahead(self) -> bool:
+    def _device_is_behind(self) -> bool:
         """Whether the device has not come to the end of the step before: it waited for the host at no moment since.
         False where nothing is known, as for steps of more launches than a stream's queue holds, about a thousand."""
         if self._loop.device.type != "cuda":
@@ -141,23 +141,22 @@ class Chooser(StepHook):
     def _note_step(self) -> None:
         if self._done is not None:
             self._batches += 1
-            self._known.shapes[self._done[0]] += 1
-            self._steps.append(Trained(self._telemetry.last_step, *self._done))
+            self._timings.shapes[self._done[0]] += 1
+            self._steps.append(TimedStep(self._telemetry.last_step, *self._done))
             self._done = None
 
     def _begin(self, batch: Any) -> None:
         self._begun = True
-        capture, known = self._may_capture(), self._known
+        capture, known = self._may_capture(), self._timings
         modules = [name for name in MODULES if name in (EAGER, *self._auto.candidates)]
-        for captured in (False, True) if capture else (False,):
-            for name in modules:
-                known.arms.setdefault((name, captured), Arm(module=name, captured=captured))
+        for name in modules:
+            known.take_in(name, captures=capture)
         if self._auto.remember:
-            self._memory = memory_of(self._program, self._loop, batch, leave_out=self._auto.name)
-            self.choice.remembered = recall(known, self._memory)
+            self._memory = timings_file(self._program, self._loop, batch, leave_out=self._auto.name)
+            self.choice.remembered = load_timings(known, self._memory)
             # The first process decides: clocks and caches of the others may say something else.
             known, self.choice.remembered = self._loop.broadcast((known, self.choice.remembered))
-            self._known, self._base = known, known.arms[EAGER, False]
+            self._timings, self._base = known, known.arms[EAGER, False]
             self._best = self._on = self._base
         self._base.switched_at_step = self._loop.steps_done
         padding = self._program.padding
@@ -175,13 +174,13 @@ class Chooser(StepHook):
         try:
             blocks, parts = regional.paths(dataclasses.replace(self._program, notes=[]))
         except ValueError as error:
-            for arm in self._known.arms.values():
+            for arm in self._timings.arms.values():
                 arm.failed = arm.failed or (str(error) if arm.module == "regional" else None)
             return
-        self._known.blocks_alone = not parts
+        self._timings.blocks_alone = not parts
         found = {_kind_of(one): one for one in (module.get_submodule(path) for path in {*blocks, *parts})}
-        self._known.kinds = len(found)
-        self._known.layers = {"regional": _layers(found.values()), "whole": _layers([module])}
+        self._timings.kinds = len(found)
+        self._timings.layers = {"regional": _layers(found.values()), "whole": _layers([module])}
 
     def _may_capture(self) -> bool:
         loop = self._loop
@@ -193,11 +192,11 @@ class Chooser(StepHook):
     def _begin_arm(self, arm: Arm) -> None:
         self._on, self._steps, self._settled, self._look_at = arm, [], None, SETTLE_STEPS
 
-    def _take_over(self, arm: Arm) -> None:
+    def _switch_to(self, arm: Arm) -> None:
         """``arm`` trains from now on, the best one for good."""
         program, began = self._program, now()
         if arm is not self._best:
-            takes = self._loop.broadcast(self._known.expected_setup(arm, self._best))
+            takes = self._loop.broadcast(self._timings.expected_setup(arm, self._best))
             arm.before, arm.switched_at_step = self._best, self._loop.steps_done
             self._eager_parts = program.eager_parts
             if takes >= ANNOUNCED_SECONDS:
@@ -210,15 +209,15 @@ class Chooser(StepHook):
             error = caught
         self._begin_arm(arm)
         self._switching_seconds = now() - began
-        if self._loop.anywhere(error is not None):
+        if self._loop.any_rank(error is not None):
             if arm is self._best:  # it trained before, so that something else is wrong
                 raise error or RuntimeError(f"auto: another process could not go back to {arm.name}")
             reason = str(error) if isinstance(error, ValueError) else one_line(error) if error else None
-            self._fail(arm, reason or "another process failed")
+            self._drop_arm(arm, reason or "another process failed")
         elif arm is self._best:
             self._decide()
 
-    def _look(self) -> None:
+    def _judge_arm(self) -> None:
         """Judge the arm that trains once enough is known of it; the same on all processes."""
         arm = self._on
         if len(self._steps) < self._look_at:
@@ -226,19 +225,19 @@ class Chooser(StepHook):
         self._look_at = len(self._steps) + CHECK_EVERY
         reason = None if arm is self._base else self._gave_up(arm)
         if reason is not None:
-            self._fail(arm, reason)
+            self._drop_arm(arm, reason)
             return
         if self._settled is None:
-            if len(self._steps) < MAX_SETTLE_STEPS and self._loop.anywhere(self._settles()):
+            if len(self._steps) < MAX_SETTLE_STEPS and self._loop.any_rank(self._still_settling()):
                 return
-            if arm.captured and not self._loop.everywhere(self._program.replays > 0):
-                self._fail(arm, f"no step was captured in {len(self._steps)} steps")
+            if arm.captured and not self._loop.all_ranks(self._program.replays > 0):
+                self._drop_arm(arm, f"no step was captured in {len(self._steps)} steps")
                 return
             self._settled = len(self._steps) - (0 if arm is self._base else QUIET_STEPS)
             self._look_at = self._settled + TIMED_STEPS
             return
         self._telemetry.meter.time_steps()
-        found = self._loop.broadcast(self._found(arm))
+        found = self._loop.broadcast(self._judged(arm))
         if found is None:
             return
         arm.by_shape, arm.step_seconds, arm.setup_seconds, arm.never_waited_steps, stays = found
@@ -248,7 +247,7 @@ class Chooser(StepHook):
             arm.stepped_back_at_step = self._loop.steps_done
         self._look_for_next()
 
-    def _settles(self) -> bool:
+    def _still_settling(self) -> bool:
         """Whether something is still being prepared."""
         program = self._program
         busy = program.found is not None
@@ -256,7 +255,7 @@ class Chooser(StepHook):
         busy |= self._on.captured and not (program.capture_settled and program.replays)
         return busy or not all(one.steady for one in self._steps[-QUIET_STEPS:])
 
-    def _found(self, arm: Arm) -> tuple[dict[Any, list[float]], float, float, int | None, bool] | None:
+    def _judged(self, arm: Arm) -> tuple[dict[Any, list[float]], float, float, int | None, bool] | None:
         """What was measured of ``arm``, and whether it stays; None where more steps have to be timed."""
         timed = [one for one in self._steps[self._settled :] if one.steady]
         seconds = [one.step.seconds for one in timed]
@@ -290,7 +289,7 @@ class Chooser(StepHook):
     def _pays(self, arm: Arm, ratio: float) -> bool:
         """Whether the steps left take less time under ``arm``, captures of further shapes included."""
         assert self._best.step_seconds is not None
-        to_come = self._known.capture_seconds(arm, self._best, self._steps_left, {one.shape for one in self._steps})
+        to_come = self._timings.capture_seconds(arm, self._best, self._steps_left, {one.shape for one in self._steps})
         return (1 - ratio) * self._best.step_seconds * self._steps_left > to_come
 
     def _gave_up(self, arm: Arm) -> str | None:
@@ -299,13 +298,19 @@ class Chooser(StepHook):
         lost = arm.module != EAGER and all(region.state == "failed" for region in program.regions)
         lost |= arm.captured and not program.captures
         reasons = [why for part, why in program.eager_parts.items() if self._eager_parts.get(part) != why]
-        return next(iter(reasons), "nothing of it could be compiled") if self._loop.anywhere(lost) else None
+        return next(iter(reasons), "nothing of it could be compiled") if self._loop.any_rank(lost) else None
 
-    def _fail(self, arm: Arm, reason: str) -> None:
+    def _drop_arm(self, arm: Arm, reason: str) -> None:
         """Go on without ``arm``; what eager's steps cannot be captured for holds for compiled ones, too."""
         arm.failed = reason
+        if SECOND_ORDER in reason and DERIVING in self._auto.candidates:
+            # Larger graphs would find the same after a longer wait.
+            for name in MODULES[MODULES.index(arm.module) :] if arm.module in MODULES else ():
+                for one in self._timings.of_module(name):
+                    one.failed = one.failed or reason
+            self._timings.take_in(DERIVING, captures=self._may_capture())
         if (arm.module, arm.captured) == (EAGER, True):
-            for one in self._known.arms.values():
+            for one in self._timings.arms.values():
                 one.failed = one.failed or (reason if one.captured else None)
         arm.stepped_back_at_step = self._loop.steps_done
         spent = self._switching_seconds + sum(one.host_seconds for one in self._steps)
@@ -316,9 +321,9 @@ class Chooser(StepHook):
     # ---- the decision ----------------------------------------------------------------------------------------------
 
     def _look_for_next(self) -> None:
-        arm = self._known.next(self._best, self._steps_left, process_age_seconds() or 0.0)
+        arm = self._timings.next(self._best, self._steps_left, process_age_seconds() or 0.0)
         key = self._loop.broadcast(None if arm is None else (arm.module, arm.captured))
-        self._next = None if key is None else self._known.arms[key]
+        self._next = None if key is None else self._timings.arms[key]
         if self._next is None and self._on is not self._best:
             self._next = self._best
         elif self._next is None:
@@ -364,10 +369,10 @@ class Chooser(StepHook):
         if not self.decided:
             self._program.notes.append(self._line())
         choice.chosen, choice.summary = self._best.name, self._line()
-        tried = [arm for arm in self._known.arms.values() if arm.switched_at_step is not None]
+        tried = [arm for arm in self._timings.arms.values() if arm.switched_at_step is not None]
         tried.sort(key=lambda arm: arm.switched_at_step or 0)
         choice.setup_seconds = sum(arm.setup_seconds or 0.0 for arm in tried)
-        untried = [arm for arm in self._known.arms.values() if arm not in tried]
+        untried = [arm for arm in self._timings.arms.values() if arm not in tried]
         choice.table = {arm.name: arm.facts(done) for arm in [*tried, *untried]}
         gains = [row["gained_seconds"] for row in choice.table.values() if row["gained_seconds"] is not None]
         choice.gained_seconds = sum(gains) if gains else None
@@ -381,7 +386,7 @@ class Chooser(StepHook):
             facts = self._program.report.setdefault("slowdown", {})
             facts["before_the_first_step"] = {**sample, "replayed": self._best.captured}
         if self._memory is not None and self._base.step_seconds is not None and self._loop.is_first_process:
-            not_kept = keep(self._known, self._memory)
+            not_kept = save_timings(self._timings, self._memory)
             if not_kept is not None:
                 self._program.notes.append(f"auto: the decision is not remembered, {not_kept}")
         return self._strategies(self._best)
@@ -395,12 +400,12 @@ class Chooser(StepHook):
         if best is not self._base and best.step_seconds and self._base.step_seconds:
             line += f" where eager takes {self._base.step_seconds * 1e3:,.1f}"
         line += f", {setup:.1f} s to set up" if setup else ""
-        reasons = {arm.name: arm.failed for arm in self._known.arms.values()}
+        reasons = {arm.name: arm.failed for arm in self._timings.arms.values()}
         parts = [line, *(f"{name} is out: {reason}" for name, reason in reasons.items() if reason)]
         parts.append(
             "the steps to come pay for nothing else" if self.decided else "the run ended before the choice did"
         )
-        shapes = self._known.shapes
+        shapes = self._timings.shapes
         if self._program.padding is None and len(shapes) > 2:  # one more than a last, smaller batch
             line = f"{len(shapes)} shapes of batches in {shapes.total():,} steps, and a capture serves one of them"
             parts.append(f"{line}: where lengths differ, compile=[auto,buckets] leaves a few")

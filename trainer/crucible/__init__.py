@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ HOMES = {
 OURS = {"trainer": "callback.py", "strategies": "base.py", "tasks": "base.py", "scripts": "compare.py"}
 """A file of each of our packages, which a user's module of the same name lacks."""
 
+DISTRIBUTION = "crucible-train"
 NEEDS = {"trainer.loops.huggingface": "transformers"}
 """Modules of public names that import a package which crucible does not require."""
 
@@ -50,8 +52,27 @@ def __getattr__(name: str) -> Any:
         if not any((folder / OURS[package]).is_file() for folder in folders):
             where = spec.origin or folders[0]
             raise ImportError(f"crucible: {where} hides crucible's own package {package!r}: rename that file or folder")
-    found = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
+    try:
+        found = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
+    except ImportError as error:
+        if not (line := overwritten()):
+            raise
+        raise ImportError(line) from error
     return found
+
+
+def overwritten() -> str:
+    """A line where another distribution brings a package of the name of one of ours, so that the one that was installed
+    last has overwritten files of the other; else an empty one."""
+    owners = importlib.metadata.packages_distributions()
+    for package in OURS:
+        if others := sorted({owner for owner in owners.get(package, ()) if owner != DISTRIBUTION}):
+            return (
+                f"crucible: {', '.join(others)} installs a package {package!r} too, and one has overwritten the other: "
+                f"keep them in two environments; pip uninstall {others[0]}, then pip install --force-reinstall "
+                f"--no-deps {DISTRIBUTION}"
+            )
+    return ""
 
 
 def __dir__() -> list[str]:

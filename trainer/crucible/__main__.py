@@ -91,10 +91,15 @@ def complete(arguments: list[str]) -> None:
 
 def entry() -> None:
     """The console script: the prompt is back with the last line."""
-    from trainer.process import leaving
+    try:
+        from trainer.process import quick_exit
 
-    with leaving():
-        sys.exit(main())
+        with quick_exit():
+            sys.exit(main())
+    except ImportError:
+        if not (line := importlib.import_module("crucible").overwritten()):
+            raise
+        sys.exit(f"error: {line}")
 
 
 if __name__ == "__main__":

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program
-from strategies.base import holds
-from strategies.compare import Difference
-from strategies.errors import is_recompile_limit
-from strategies.loop import Loop, StepHook, gathered
-from strategies.methods import submodules
+from strategies.base import is_ancestor
+from strategies.compile_errors import is_recompile_limit
+from strategies.loop_protocol import Loop, StepHook, gathered
+from strategies.method_regions import submodules
 from strategies.optimizer.step import installed
 from strategies.region import Check, Kind, Region
+from strategies.tolerance import Difference
+from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
-from trainer.words import as_typed
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.network import Network
-    from strategies.cuda_graph.steps import StepCapture
+    from strategies.cuda_graph.step_capture import StepCapture
     from strategies.optimizer.step import Update
 
 SHARE = 0.005
@@ -122,7 +122,7 @@ class Checks(StepHook):
     def _begin_round(self, step: int) -> None:
         self._saved, self._round_at = False, step
         for kind in self._program.kinds.values():
-            kind.ask(of_all=step <= FULL_ROUNDS or not self._last_round)
+            kind.request_checks(of_all=step <= FULL_ROUNDS or not self._last_round)
         if self._round:
             return
         self._round.extend(update.check_next_step for update in self._updates())
@@ -135,7 +135,7 @@ class Checks(StepHook):
 
     def _may_spend(self) -> bool:
         """The same on all processes."""
-        return self._loop.everywhere(self._has_time())
+        return self._loop.all_ranks(self._has_time())
 
     def _has_time(self) -> bool:
         """Whether audits have taken no more than their share so far."""
@@ -173,7 +173,7 @@ class Checks(StepHook):
             self._take_from_others(kinds, updates)
         compiled = False
         for kind in kinds:
-            kind.heal()
+            kind.apply_remedy()
             new = kind.settle()
             # Steps before ran eager: their memory is no compiled one's.
             compiled |= any(one.state == "compiled" for one in new)
@@ -407,7 +407,7 @@ class Checks(StepHook):
         """Say, once that is certain, which regions compiled nothing."""
         missing = self._not_compiled()
         nothing = bool(missing) and len(missing) == len(self._program.regions)
-        if self._loop.everywhere(nothing and last) and self._guarding.on_compile_error == "fail":
+        if self._loop.all_ranks(nothing and last) and self._guarding.on_compile_error == "fail":
             raise CompiledNothing(
                 as_typed(
                     f"on_compile_error=fail: {self._record.label}: of {len(missing)} regions nothing was compiled in "
@@ -449,7 +449,7 @@ class Checks(StepHook):
             self.warn(f"{', '.join(gone)}: no longer in the module; what took the place of a region ran eager")
         missing = self._not_compiled()
         for path, reason in missing.items():
-            if not any(holds(one.path, path) and one.state == "failed" for one in self._program.regions):
+            if not any(is_ancestor(one.path, path) and one.state == "failed" for one in self._program.regions):
                 self._program.given_up[path] = reason
         self._warn_missing(missing)
         self._write_parity()

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program
-from strategies.loop import Loop, StepHook
+from strategies.loop_protocol import Loop, StepHook
 from strategies.padding import Padding, length_of, tensor_of
 from trainer.telemetry.compiler import CompilerMonitor
 

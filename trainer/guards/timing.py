@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from strategies import Program
 from strategies.base import eager
-from strategies.loop import Loop, MicroBatch, RunMicroBatch, StepHook
+from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
 from trainer.telemetry import hardware
-from trainer.telemetry.files import number
-from trainer.telemetry.machine import now
+from trainer.telemetry.machine_monitor import now
+from trainer.telemetry.serialization import number
 from trainer.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from strategies.cuda_graph.steps import StepCapture
+    from strategies.cuda_graph.step_capture import StepCapture
 
 STEADY_STEPS = 20
 """Steady steps after which windows begin."""
@@ -88,7 +88,7 @@ class Timing(StepHook):
         if self._in_eager:
             self._peak = hardware.peak_bytes(self._loop.device)
             self._eagerly.enter_context(eager(self._program))
-        hardware.wait(self._loop.device)
+        hardware.synchronize(self._loop.device)
         self._replays = self._program.replays
         self._step_began = now()
 
@@ -103,7 +103,7 @@ class Timing(StepHook):
         if not self._wanted or not stepped:
             return
         if self._window is not None and self._step_began is not None:
-            hardware.wait(self._loop.device)
+            hardware.synchronize(self._loop.device)
             seconds, self._step_began = now() - self._step_began, None
             self._eagerly.close()
             if self._in_eager:  # its memory is no part of the run's own
@@ -135,7 +135,7 @@ class Timing(StepHook):
     def _plan_first(self) -> None:
         median = self._telemetry.meter.median_seconds
         enough = median is not None and len(self._telemetry.meter.steady.seconds) >= STEADY_STEPS
-        if not self._loop.everywhere(enough) or median is None:  # each process asks, whatever it knows itself
+        if not self._loop.all_ranks(enough) or median is None:  # each process asks, whatever it knows itself
             return
         program = self._program
         if not (program.regions or program.step is not None or program.compiled_beside_regions):
@@ -160,7 +160,7 @@ class Timing(StepHook):
         medians = statistics.median(eager_seconds), statistics.median(compiled)
         share = sum(one > two for one, two in zip(compiled, eager_seconds, strict=True)) / len(compiled)
         slower = len(self._windows) >= ENOUGH and medians[1] > MARGIN * medians[0] and share >= MIN_SLOWER
-        slower = self._loop.anywhere(slower)
+        slower = self._loop.any_rank(slower)
         micro = {} if self._loop.micro_batches == 1 else {"micro_batches": self._loop.micro_batches}
         self._program.report.setdefault("slowdown", {}).update(
             {"on_later_batches": [asdict(one) for one in self._windows], "slower": slower, **micro}

@@ -1,1 +1,1 @@
-"""Loops: training loops behind the protocol ``strategies.loop.Loop``."""
+"""Loops: training loops behind the protocol ``strategies.loop_protocol.Loop``."""

@@ -27,12 +27,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
-from strategies.methods import submodules
+from strategies.method_regions import submodules
 from strategies.regions import expand_blocks, find_containers, never_called
 from trainer.loops.checkpoint_io import ShardedCheckpoints
-from trainer.loops.processes import UNKNOWN, Agreement
-from trainer.loops.shards import clip_by_norm, step_on_shards
-from trainer.loops.training import CompiledTraining
+from trainer.loops.compiled_training import CompiledTraining
+from trainer.loops.distributed import UNKNOWN, Agreement
+from trainer.loops.sharded_step import clip_by_norm, step_on_shards
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods that Lightning calls in the place of the module's ``forward``."""

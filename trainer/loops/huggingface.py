@@ -23,12 +23,12 @@ from tqdm.auto import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from strategies import Stage, Strategy
-from strategies.loop import RunMicroBatch
+from strategies.loop_protocol import RunMicroBatch
 from strategies.padding import Padding, length_of, to_edge
-from trainer.loops.logs import Logs
-from trainer.loops.private import replace, replaced
-from trainer.loops.processes import OneProcess
-from trainer.loops.training import CompiledTraining
+from trainer.loops.compiled_training import CompiledTraining
+from trainer.loops.distributed import SingleProcessLoop
+from trainer.loops.lightning_internals import replace, replaced
+from trainer.loops.training_info import TrainingInfo
 
 LOGGED = "speed/"
 """Begins the names of figures that go into the Trainer's own log, which is printed, too; TensorBoard has all."""
@@ -102,7 +102,7 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
         )
         loop = HuggingFaceLoop(self._trainer, self, self._resumed_from, program.padding)
         self._hugging_face = loop
-        logs = Logs(
+        logs = TrainingInfo(
             folder=Path(args.output_dir),
             batch_size=args.per_device_train_batch_size,
             settings={name: getattr(args, name) for name in WORKLOAD},
@@ -172,7 +172,7 @@ def refusals(trainer: Any, strategies: Sequence[Strategy]) -> list[str]:
     return [f"compile_trainer: {line}" for line, refused in found.items() if refused]
 
 
-class HuggingFaceLoop(OneProcess):
+class HuggingFaceLoop(SingleProcessLoop):
     """The loop of one ``Trainer.train`` whose model, optimizer and restored state are in place; see ``Loop``.
 
     ``training`` hears of each batch when it is on the device and before its step. ``padding`` pads and sees each batch,
@@ -290,10 +290,10 @@ class HuggingFaceLoop(OneProcess):
         flops = int(self._trainer.current_flos - self._flops)
         return len(tensors[0]) if tensors else 1, None if words is None else words.numel(), useful, flops or None
 
-    def why_not_capture(self) -> Iterable[str]:
+    def capture_obstacles(self) -> Iterable[str]:
         return (CAPTURES,)
 
-    def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
+    def wrap_step(self, run: RunMicroBatch) -> Callable[[], None]:
         raise RuntimeError(CAPTURES)
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:

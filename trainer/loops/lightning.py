@@ -1,4 +1,4 @@
-"""Lightning's Trainer behind the protocol ``strategies.loop.Loop``, made of the pieces of ``private``.
+"""Lightning's Trainer behind the protocol ``Loop``, made of the pieces of ``lightning_internals``.
 
 A step that is captured is made of Lightning's own pieces (its closure and its hooks), so that whatever the module or a
 Lightning strategy has overridden is in force. See ``_AutomaticOptimization`` in
@@ -20,17 +20,17 @@ import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
-from strategies.loop import LogCall, RunMicroBatch
-from trainer.loops.private import (
+from strategies.loop_protocol import LogCall, RunMicroBatch
+from trainer.loops.distributed import DistributedLoop
+from trainer.loops.lightning_internals import (
     LightningMicroBatch,
     hooks_within_step,
     is_overridden,
-    kinds,
+    lightning_classes,
     replace,
     replaced,
-    untried,
+    untested_version,
 )
-from trainer.loops.processes import Processes
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 _LOG_PARAMETERS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
 
 
-class LightningLoop(Processes):
+class LightningLoop(DistributedLoop):
     """The training loop of one ``Trainer.fit``; see ``Loop`` for what the members mean."""
 
     def __init__(self, trainer: L.Trainer, *, cuda_graphs: bool = False) -> None:
@@ -94,7 +94,9 @@ class LightningLoop(Processes):
     @property
     def writer(self) -> SummaryWriter | None:
         loggers = self._trainer.loggers if self.is_first_process else ()
-        return next((logger.experiment for logger in loggers if isinstance(logger, kinds(TensorBoardLogger))), None)
+        return next(
+            (logger.experiment for logger in loggers if isinstance(logger, lightning_classes(TensorBoardLogger))), None
+        )
 
     def logs(self, name: str) -> bool:
         known = [one.meta for one in self._trainer.fit_loop.epoch_loop._results.values()]
@@ -102,14 +104,14 @@ class LightningLoop(Processes):
 
     def log_figures(self, values: Mapping[str, float], step: int) -> None:
         for logger in self._trainer.loggers if self.is_first_process else ():
-            if not isinstance(logger, kinds(TensorBoardLogger)):
+            if not isinstance(logger, lightning_classes(TensorBoardLogger)):
                 logger.log_metrics(dict(values), step)
 
     # ---- standing around the loop's own steps ----------------------------------------------------------------------
 
-    def why_not_capture(self) -> Iterator[str]:
+    def capture_obstacles(self) -> Iterator[str]:
         module = self.module
-        if (reason := untried(self._trainer)) is not None:
+        if (reason := untested_version(self._trainer)) is not None:
             yield reason
             return
         if not module.automatic_optimization:
@@ -122,14 +124,14 @@ class LightningLoop(Processes):
         if self._trainer._detect_anomaly:
             yield "detect_anomaly reads every gradient on the host"
 
-    def unreadable(self) -> dict[type, str]:
-        return dict.fromkeys(kinds(Logger), "which a replay would not call: use self.log")
+    def unreadable_types(self) -> dict[type, str]:
+        return dict.fromkeys(lightning_classes(Logger), "which a replay would not call: use self.log")
 
     def constants(self) -> Hashable:
         trainer = self._trainer
         return trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
 
-    def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
+    def wrap_step(self, run: RunMicroBatch) -> Callable[[], None]:
         automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
         original = automatic.run
 
@@ -191,7 +193,7 @@ class LightningLoop(Processes):
 def throwaway_trainer(folder: str, module: L.LightningModule, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
     """Lightning's Trainer for ``module``, which writes nothing but what a module itself writes into ``folder``."""
     # A module of pytorch_lightning needs the Trainer of that package.
-    trainer = kinds(L.Trainer)[0 if isinstance(module, L.LightningModule) else -1]
+    trainer = lightning_classes(L.Trainer)[0 if isinstance(module, L.LightningModule) else -1]
     return trainer(
         logger=False,
         callbacks=callbacks,

@@ -33,10 +33,10 @@ from tqdm import tqdm
 
 from strategies import Strategy
 from strategies.padding import length_of, to_edge
-from trainer.loops.logs import Logs
+from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.plain import AUTOCAST, PlainLoop
-from trainer.loops.training import CompiledTraining
-from trainer.script import main_script
+from trainer.loops.training_info import TrainingInfo
+from trainer.run_end import main_script
 from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
@@ -125,7 +125,9 @@ def compile(
         writer=writer,
     )
     settings = {"micro_batches": micro_batches, "clip": clip, "max_steps": planned_steps, "precision": loop.precision}
-    logs = Logs(folder=where, shared=folder is None and writer is None, settings=settings, entry="crucible.compile")
+    logs = TrainingInfo(
+        folder=where, shared=folder is None and writer is None, settings=settings, entry="crucible.compile"
+    )
     return PlainTraining(loop, training, logs)
 
 
@@ -188,7 +190,7 @@ class PlainTraining:
     what was compiled is given back. Outside of batches the module is what its author wrote.
     """
 
-    def __init__(self, loop: PlainLoop, training: CompiledTraining, logs: Logs) -> None:
+    def __init__(self, loop: PlainLoop, training: CompiledTraining, logs: TrainingInfo) -> None:
         global _open
         self._loop, self._training, self._logs = loop, training, logs
         self._batch: Any = NO_BATCH

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop behind the protocol ``strategies.loop.Loop``: one process, nothing logged.
+"""A plain PyTorch loop behind the protocol ``strategies.loop_protocol.Loop``: one process, nothing logged.
 
 It is what people write themselves: batches, loss, backward, clipping, optimizer, schedule. Strategies, guards and
 capture run in it as in Lightning's, which shows that they know nothing of Lightning. ``trainer.loops.own_loop`` is its
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from strategies.loop import RunMicroBatch
-from trainer.loops.private import replace
-from trainer.loops.processes import OneProcess
+from strategies.loop_protocol import RunMicroBatch
+from trainer.loops.distributed import SingleProcessLoop
+from trainer.loops.lightning_internals import replace
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -27,7 +27,7 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """What the forward and the loss are cast to, by Lightning's name for the precision."""
 
 
-class PlainLoop(OneProcess):
+class PlainLoop(SingleProcessLoop):
     """Trains ``module`` with ``optimizers``; see ``Loop`` for what the members mean.
 
     The module is on its device. ``loss(batch)`` is a batch's loss, by default that of the module's
@@ -185,10 +185,10 @@ class PlainLoop(OneProcess):
 
     # ---- standing around the loop's own steps ----------------------------------------------------------------------
 
-    def why_not_capture(self) -> Iterable[str]:
+    def capture_obstacles(self) -> Iterable[str]:
         return ()
 
-    def take_over(self, run: RunMicroBatch) -> Callable[[], None]:
+    def wrap_step(self, run: RunMicroBatch) -> Callable[[], None]:
         before = self._run
         return replace(self, "_run", lambda micro: run(PlainMicroBatch(self, micro.batch, micro.index, before)))
 

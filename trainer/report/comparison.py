@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from trainer.advice import program
 from trainer.report import statistics
 from trainer.report.runs import Cell, Run, deciding, group, parity_of, start_of
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Crossing, Estimate, Ratio, Sample, rounded
-from trainer.telemetry.files import counted, printable
-from trainer.words import program
+from trainer.telemetry.serialization import counted, printable
 
 AT_STEPS = (500, 2000, 20000)
 """Numbers of steps for which total times are given."""
@@ -306,7 +306,7 @@ def _work(row: Row, base: Row) -> float:
 
 def unlike_conditions(runs: Sequence[Run]) -> list[str]:
     """``name: value (2 runs), other (1 run)`` for each condition that differs."""
-    lines, facts = [], [deciding(run.record) for run in runs]
+    lines, facts = [], [deciding(run.record) | {"record schema": str(run.record.schema)} for run in runs]
     for name in dict.fromkeys(name for each in facts for name in each):
         counts = Counter(each[name] for each in facts if name in each)
         values = [f"{value} ({counted(count, 'run')})" for value, count in counts.items()]

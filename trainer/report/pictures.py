@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.tables import interval, marked, number
-from trainer.telemetry.files import cut
+from trainer.telemetry.serialization import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +61,7 @@ def crossing(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
     low, high = float(MIN_STEPS), _most(comparison)
     steps = [low * (high / low) ** (place / (POINTS - 1)) for place in range(POINTS)]
     caches = ", from filled caches" if comparison.start == "warm" else ""
-    title = f"Times as fast as {cut(comparison.baseline, 16)} by step N, warm-up included{caches}"
+    title = f"Times as fast as {shorten(comparison.baseline, 16)} by step N, warm-up included{caches}"
     with _panels([title], arms, palette) as (figure, (axes,)):
         from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -121,7 +121,7 @@ def progress(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
         for arm in sorted(arms, key=lambda arm: found[arm][-1][1]):
             step, second = found[arm][-1]
             lowest = max(second, lowest + height)
-            text, place = f"{cut(arm, MAX_END)} · {second:,.0f} s", (step, lowest)
+            text, place = f"{shorten(arm, MAX_END)} · {second:,.0f} s", (step, lowest)
             axes.annotate(
                 text, place, xytext=(5, 0), textcoords="offset points", color=palette[arm], va="center", size=9
             )
@@ -133,10 +133,10 @@ def _through_first(ends: Mapping[str, Sequence[float]], baseline: str) -> str:
     steps = max(step for step, _ in ends.values())
     through = {arm: seconds for arm, (step, seconds) in ends.items() if step == steps}
     first = min(through, key=lambda arm: through[arm])
-    point = f"{cut(first, MAX_END)} was through with {steps:,.0f} steps after {through[first]:,.0f} s"
+    point = f"{shorten(first, MAX_END)} was through with {steps:,.0f} steps after {through[first]:,.0f} s"
     if first == baseline or baseline not in through:
         return point
-    return f"{point}, {cut(baseline, MAX_END)} after {through[baseline]:,.0f} s"
+    return f"{point}, {shorten(baseline, MAX_END)} after {through[baseline]:,.0f} s"
 
 
 def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
@@ -163,7 +163,7 @@ def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
         return [{step: loss - theirs[step] for step, loss in ours.items() if step in theirs} for ours, theirs in pairs]
 
     titles = [f"Training loss, median and range over the runs, {seeds} seed{'s' * (seeds > 1)}"]
-    titles += [f"Less {cut(comparison.baseline, 24)} of the same seed"] if base and len(arms) > 1 else []
+    titles += [f"Less {shorten(comparison.baseline, 24)} of the same seed"] if base and len(arms) > 1 else []
     with _panels(titles, arms, palette) as (figure, panels):
         for axes, shown in zip(panels, (own, less), strict=False):
             for arm in arms:  # the baseline below the others, and wider: equal curves are both seen
@@ -197,7 +197,7 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
 
         figure = Figure(figsize=(WIDTH_INCHES, 0.6 + 2 * LINE_INCHES * len(rates)), layout="constrained")
         axes = figure.add_subplot()
-        ratios = "" if comparison.baseline_row is None else f", times {cut(comparison.baseline, 24)} (95% interval)"
+        ratios = "" if comparison.baseline_row is None else f", times {shorten(comparison.baseline, 24)} (95% interval)"
         axes.set_title(f"{unit} a second{ratios}", **TITLE)
         longest = max(rate.high or rate.median for _, rate in rates.values())
         for place, (arm, (row, rate)) in enumerate(rates.items()):
@@ -208,7 +208,7 @@ def throughput(comparison: WorkloadComparison, palette: Palette) -> Figure | Non
                 axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1.4)
             axes.text(longest * 1.02, place, f"{number(rate.median)}{ratio}{within}", va="center", size=9)
         axes.set(xlim=(0, longest * 1.5), ylim=(len(rates) - 0.5, -0.5))
-        axes.set_yticks(range(len(rates)), [cut(arm, MAX_NAME) for arm in rates], color=INK, size=9)
+        axes.set_yticks(range(len(rates)), [shorten(arm, MAX_NAME) for arm in rates], color=INK, size=9)
         axes.xaxis.set_visible(False)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
@@ -247,7 +247,7 @@ def _panels(titles: Sequence[str], arms: Sequence[str], palette: Palette) -> Ite
         from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
 
-        handles = [Line2D([], [], color=palette[arm], linewidth=2.4, label=cut(arm, LEGEND)) for arm in arms]
+        handles = [Line2D([], [], color=palette[arm], linewidth=2.4, label=shorten(arm, LEGEND)) for arm in arms]
         height = PANEL_INCHES * len(titles) + 0.8 + LINE_INCHES * math.ceil(len(handles) / 2)
         figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
         panels = [figure.add_subplot(len(titles), 1, place) for place in range(1, len(titles) + 1)]

@@ -29,8 +29,8 @@ from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_run
 from trainer.report.runs import Run, find, is_profiled
 from trainer.report.statistics import rounded
 from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
-from trainer.telemetry.files import finite, written_whole
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.serialization import nan_to_none, written_whole
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset({"events", "notes", "verdict", "audits", "skipped_items", "final_metrics"})
@@ -95,7 +95,9 @@ def line_of(record: RunRecord) -> str:
             short[name] = [[int(step), round(value, digits)] for step, value in short[name]]
     if record.machine is not None:
         short["machine"] = {name: value for name, value in values["machine"].items() if value not in (None, [])}
-    return json.dumps(finite(short | {"schema": record.schema}), allow_nan=False, separators=(",", ":"), default=str)
+    return json.dumps(
+        nan_to_none(short | {"schema": record.schema}), allow_nan=False, separators=(",", ":"), default=str
+    )
 
 
 def _facts(facts: Any) -> Any:

@@ -13,12 +13,12 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.advice import as_typed, program, strategies_in_python
 from trainer.report import statistics
 from trainer.report.runs import PEER
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
-from trainer.telemetry.files import number
 from trainer.telemetry.record import RunRecord, RunVerdict
-from trainer.words import as_typed, program, strategies_in_python
+from trainer.telemetry.serialization import number
 
 EAGER, NOT_COMPARED = "eager", "not compared"
 MANY_RECOMPILES = 3

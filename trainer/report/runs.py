@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from strategies import STRATEGIES
+from trainer.advice import program
 from trainer.report.statistics import Estimate, estimate
-from trainer.telemetry.files import printable
 from trainer.telemetry.record import FILE_NAME, RunRecord
-from trainer.words import program
+from trainer.telemetry.serialization import printable
 
 DECISIVE_VERSIONS = ("torch", "triton", "cuda")
 """Software that decides how fast compiled code is."""
@@ -189,7 +189,7 @@ def _runs_in(file: Path) -> list[Run]:
         return [Run(file.parent, RunRecord.load(file))]
     lines = file.read_text(encoding="utf-8").splitlines()
     places = [Path(f"{file.name}:{number}") for number in range(1, len(lines) + 1)]
-    return [Run(place, RunRecord.of(line, place)) for place, line in zip(places, lines, strict=True)]
+    return [Run(place, RunRecord.from_json(line, place)) for place, line in zip(places, lines, strict=True)]
 
 
 def group(runs: Sequence[Run]) -> list[Cell]:

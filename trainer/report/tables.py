@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.report.runs import DECISIVE_VERSIONS, Cell, Run, deciding, fixed_settings, parity_of, set_parameters
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
-from trainer.telemetry import files
-from trainer.telemetry.files import finite
+from trainer.telemetry import serialization
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.serialization import nan_to_none
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -110,7 +110,7 @@ def number(value: float | None) -> str:
         return ABSENT
     size = abs(value)
     if 0 < size < 0.01:
-        return files.number(value, 3)
+        return serialization.number(value, 3)
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:,.{digits}f}"
 
@@ -356,7 +356,7 @@ def as_json(comparisons: Sequence[WorkloadComparison]) -> str:
             own = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "cell"}
             rows.append({"arm": cell.arm, "command": cell.command, "runs": runs, **own, "figures": figures})
         plain.append({field.name: getattr(found, field.name) for field in fields(found)} | {"rows": rows})
-    return json.dumps(finite(plain), indent=1, allow_nan=False, default=lambda part: finite(asdict(part)))
+    return json.dumps(nan_to_none(plain), indent=1, allow_nan=False, default=lambda part: nan_to_none(asdict(part)))
 
 
 # ---- scaling: one training on several numbers of devices -------------------------------------------------------------

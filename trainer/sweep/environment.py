@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.process import PARENT
-from trainer.telemetry.machine import processor_name
+from trainer.telemetry.machine_monitor import processor_name
 from trainer.telemetry.record import RunRecord
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ def _git(*arguments: str, root: Path = ROOT) -> str:
     ).stdout
 
 
-def described(config: Config, command: list[str]) -> RunRecord:
+def initial_record(config: Config, command: list[str]) -> RunRecord:
     """A run's record as far as its configuration tells it, before anything is built: what runs, of which code, from
     which caches and in which round of a sweep."""
     from strategies.base import ordered
-    from strategies.errors import without_credentials
+    from strategies.compile_errors import without_credentials
     from trainer.settings import PEER, Peer
 
     number = os.environ.get(ROUND_VARIABLE)
@@ -83,11 +83,11 @@ def origin(strategies: Sequence[Strategy], command: Sequence[str], root: Path = 
     """Fields of a record that say what ran, when, on which machine, and of which checkout (the one of ``root``)."""
     # Not above: the command line reads its environment first, and then makes sure that this package is ours.
     from strategies.base import label
-    from strategies.errors import without_credentials
+    from strategies.compile_errors import without_credentials
 
     launch = None
     with contextlib.suppress(ValueError):  # in a script of one's own it is nothing that we refuse
-        launch = launched(os.environ)
+        launch = detect_launch(os.environ)
     return {
         "launched_by": None if launch is None else launch.name,
         "num_nodes": 1 if launch is None else launch.hosts,
@@ -136,7 +136,7 @@ class Launch:
         return f"rank {self.rank} on {socket.gethostname()}"
 
 
-def launched(environ: Mapping[str, str]) -> Launch | None:
+def detect_launch(environ: Mapping[str, str]) -> Launch | None:
     """What started this process, by its environment; None where it was started alone.
 
     Raises ValueError where it says so by halves: the process would wait for others in vain, or train alone beside them.
@@ -170,11 +170,11 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     return Launch(by=by, rank=rank, local_rank=local_rank, processes=processes, per_host=per_host, hosts=hosts, job=job)
 
 
-def speaking(environ: Mapping[str, str], *, alike: bool) -> str | None:
+def rank_prefix(environ: Mapping[str, str], *, alike: bool) -> str | None:
     """What to print before each line of an error in this process: which it is, if not rank 0. None for nothing at all:
     what all processes of a host find ``alike``, one of them says."""
     try:
-        launch = launched(environ)
+        launch = detect_launch(environ)
     except ValueError:  # the error itself, perhaps
         launch = None
     if PARENT in environ:  # the first process of this host finds it, too, or says which one has ended
@@ -184,7 +184,7 @@ def speaking(environ: Mapping[str, str], *, alike: bool) -> str | None:
     return None if alike and launch.local_rank > 0 else f"{launch.place}: "
 
 
-def followed(
+def devices_of_launch(
     launch: Launch | None, devices: int | str | None, num_nodes: int | None
 ) -> tuple[int | str | None, int | None]:
     """``trainer.devices`` and ``trainer.num_nodes`` as ``launch`` has them where they are None.

@@ -31,26 +31,26 @@ from torch.utils import _pytree as pytree
 
 from strategies import CudaGraph, Regional, Strategy, Whole
 from strategies.base import label, ordered
-from strategies.errors import one_line
-from strategies.prepare import Preparation, environment
+from strategies.compile_errors import one_line
+from strategies.compiler_warmup import Preparation, environment
 from strategies.regions import find_containers
 from strategies.torch_patches import compiling_in
+from trainer.advice import in_python
+from trainer.bucketed_loaders import loss_of_padding
 from trainer.callback import Compile
-from trainer.loading import loss_of_padding
 from trainer.loops.lightning import LightningLoop, throwaway_trainer
-from trainer.loops.private import kinds
+from trainer.loops.lightning_internals import lightning_classes
 from trainer.process import process_settings
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
-from trainer.script import main_script, named
+from trainer.run_end import main_script, script_name
 from trainer.settings import TrainerConfig
 from trainer.sweep.environment import origin
-from trainer.sweep.telling import Teller, teller
+from trainer.sweep.progress import ProgressOutput, progress_output
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
-from trainer.words import in_python
 
 WARMUP_STEPS = 5
 MIN_STEADY_STEPS = 10
@@ -102,13 +102,13 @@ def compare(
     options = _checked(trainer, seconds=seconds, rounds=rounds)
     if out is not None and any(Path(out).glob(f"*/{FILE_NAME}")):
         raise ValueError(f"compare: out={str(out)!r} holds runs already; take another folder")
-    ours = isinstance(module, kinds(L.LightningModule))
+    ours = isinstance(module, lightning_classes(L.LightningModule))
     if not ours and (isinstance(module, torch.nn.Module) or not callable(module)):
         raise ValueError(f"compare: {type(module).__name__} is neither a LightningModule nor a function that makes one")
-    telling = teller(quiet=quiet)
+    telling = progress_output(quiet=quiet)
 
     def make() -> L.LightningModule:
-        return copy.deepcopy(module) if isinstance(module, kinds(L.LightningModule)) else module()
+        return copy.deepcopy(module) if isinstance(module, lightning_classes(L.LightningModule)) else module()
 
     settings = TrainerConfig(matmul_precision=torch.get_float32_matmul_precision())
     with isolate_rng(), process_settings(settings):
@@ -176,12 +176,12 @@ class _Turns:
     first_batches: list[Any] = field(default_factory=list)
     preparation_seconds: float = 0.0
 
-    def all(self, arms: Sequence[list[Strategy]], rounds: int, seconds: float, telling: Teller) -> None:
+    def all(self, arms: Sequence[list[Strategy]], rounds: int, seconds: float, telling: ProgressOutput) -> None:
         """Every arm once a round; who fails is left out from then on. Raises what eager raises."""
         with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
             with telling.doing("getting ready"):
                 preparation = Preparation()
-                self._turn(RunRecord(task=""), [], folder, _Limit(steps=2))  # what a process does once
+                self._run_turn(RunRecord(task=""), [], folder, _Limit(steps=2))  # what a process does once
                 preparation.wait_for_imports()
                 preparation.wait()
                 self.preparation_seconds = preparation.cost_seconds
@@ -192,20 +192,20 @@ class _Turns:
                     continue
                 strategies = copy.deepcopy(arm)
                 record = RunRecord(task="", seed=self.seed, round=number, **origin(strategies, ()))
-                record.script = named(main_script())
+                record.script = script_name(main_script())
                 record.start, record.versions = "cold" if number == 1 else "warm", hardware.versions()
                 limit = _Limit(steps=steps, seconds=seconds if steps is None else LONGEST * seconds)
                 turn = f"{label(arm)}, round {number} of {rounds}"
                 with telling.doing(turn):
-                    self._turn(record, strategies, str(Path(folder, str(place))), limit)
-                telling.done(f"{turn}: {_said(record)}")
+                    self._run_turn(record, strategies, str(Path(folder, str(place))), limit)
+                telling.done(f"{turn}: {_format_line(record)}")
                 if limit.of_padding and number == 1:
                     telling.note(f"{label(arm)}: {limit.of_padding}")
                 steps = steps or record.steps
                 if record.status != "finished":
                     del left[place]
 
-    def _turn(self, record: RunRecord, strategies: Sequence[Strategy], folder: str, limit: _Limit) -> None:
+    def _run_turn(self, record: RunRecord, strategies: Sequence[Strategy], folder: str, limit: _Limit) -> None:
         torch.compiler.reset()
         began = time.perf_counter()
         variables = {"PL_GLOBAL_SEED": str(self.seed), "PL_SEED_WORKERS": "0"}  # as they were, afterwards
@@ -229,8 +229,8 @@ class _Turns:
             if kept:
                 self.runs.append(Run(Path(self.out or "", f"{len(self.runs)}-{record.label}"), record))
             try:
-                data = copy.copy(self.data) if isinstance(self.data, kinds(L.LightningDataModule)) else self.data
-                trainer.fit(module, data)
+                is_data_module = isinstance(self.data, lightning_classes(L.LightningDataModule))
+                trainer.fit(module, copy.copy(self.data) if is_data_module else self.data)
                 record.status = "finished"
             except Exception as error:
                 record.status, record.reason = "failed", one_line(error)
@@ -244,7 +244,7 @@ class _Turns:
                 if kept and self.out is not None:
                     record.save(self.runs[-1].directory)
                 self.first_batches += [] if limit.first_batch is None else [limit.first_batch]
-                limit.forget()
+                limit.drop_references()
                 del module, trainer, compile_
                 gc.collect()
                 if torch.cuda.is_initialized():
@@ -277,7 +277,7 @@ class _Limit(L.Callback):
         enough = steps >= WARMUP_STEPS + MIN_STEADY_STEPS
         trainer.should_stop |= (self._steps is not None and steps >= self._steps) or (over and enough)
 
-    def forget(self) -> None:
+    def drop_references(self) -> None:
         """Hold neither batch nor module any longer."""
         self.compile_ = self._last_batch = None
 
@@ -287,7 +287,7 @@ class _Limit(L.Callback):
             self.of_padding = loss_of_padding(pl_module, self._last_batch, program.padding.ragged)
 
 
-def _said(record: RunRecord) -> str:
+def _format_line(record: RunRecord) -> str:
     if record.status != "finished" or record.steady_step_seconds_mean is None:
         return f"{record.status}: {record.reason or 'no steady step'}"
     return (

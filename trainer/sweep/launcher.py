@@ -36,17 +36,17 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 import __main__
+from trainer.advice import program
 from trainer.config import to_config
-from trainer.process import handled, present_handlers
+from trainer.process import present_handlers, signal_handlers
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run
 from trainer.settings import Peer
 from trainer.sweep import plan
-from trainer.sweep.environment import CACHES_DIRECTORY, ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables, described
+from trainer.sweep.environment import CACHES_DIRECTORY, ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables, initial_record
 from trainer.sweep.plan import REFUSED, PlannedCell
 from trainer.telemetry.record import RunRecord
-from trainer.words import program
 
 PLUGIN_MODULE = "hydra_plugins.crucible"
 """Name that this module has in ``hydra.launcher._target_``."""
@@ -97,7 +97,7 @@ class IsolatedLauncher(Launcher):
         directory = Path(str(self._config.hydra.sweep.dir))
         signals: list[int] = []  # those to stop, as they arrive: the running cell decides how it ends
         handlers = dict.fromkeys(present_handlers(), lambda number, _: signals.append(number))
-        with plan.alone(directory), handled(handlers):
+        with plan.alone(directory), signal_handlers(handlers):
             command = plan.again(sys.argv[1:], directory)
             cells = self._cells(job_overrides, directory)
             run_cells(cells, signals, self._console.print)
@@ -166,7 +166,7 @@ class IsolatedLauncher(Launcher):
             start = "cold"  # the store of ``cached`` may make it warm
         words = [*flags(sys.argv[1:]), *overrides, *([f"repeat={start}"] if config.repeat != start else [])]
         bare = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        record = described(to_config(bare), words)
+        record = initial_record(to_config(bare), words)
         record.start, record.round = start, None  # that of a sweep whose cell has started this one is not ours
         return PlannedCell(overrides=overrides, arm=arm, words=words, job=job, record=record)
 

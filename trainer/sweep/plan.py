@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from trainer.advice import program
 from trainer.telemetry.record import FILE_NAME as RECORD_NAME
 from trainer.telemetry.record import RunRecord
-from trainer.words import program
 
 LOCK_NAME = ".sweep.lock"
 OPTION = "sweep="

@@ -24,9 +24,9 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 from torch import nn
 
-from trainer.telemetry.files import cut
 from trainer.telemetry.record import CompilerFigures, Event
-from trainer.telemetry.source import Line, innermost, line_at, lines_of_stack, shown
+from trainer.telemetry.serialization import shorten
+from trainer.telemetry.source_lines import Line, display_path, innermost, line_at, lines_of_stack
 
 MAX_LINES = 20
 MAX_REASON = 160
@@ -249,11 +249,11 @@ def line_about(event: Event) -> str:
     when = f" in step {event.step}" if event.step is not None and event.phase == "training" else ""
     where = f" at {event.location}" if event.location else ""
     if (place := line_at(event.location)) is not None:
-        where = f" at {shown(place.file)}:{place.number} {place.function or ''}".rstrip()
+        where = f" at {display_path(place.file)}:{place.number} {place.function or ''}".rstrip()
         if place.code and event.kind != "recompile":  # whose line is the function's first
-            where += f" `{cut(place.code.split('  #')[0], MAX_CODE)}`"
+            where += f" `{shorten(place.code.split('  #')[0], MAX_CODE)}`"
     # The most telling of the compiler's words: the explanation below a title, else the first line.
     lines = [line.strip() for line in event.reason.splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines[1:2] if line.startswith("Explanation: ")]
     reason = (explained or lines or ["no reason given"])[0]
-    return f"compile: {KINDS[event.kind]}{when}{where}: {cut(reason, MAX_REASON)}"
+    return f"compile: {KINDS[event.kind]}{when}{where}: {shorten(reason, MAX_REASON)}"

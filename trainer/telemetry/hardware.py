@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from strategies.loop import Loop
-from trainer.telemetry.machine import now, processor_name
+from strategies.loop_protocol import Loop
+from trainer.telemetry.machine_monitor import now, processor_name
 from trainer.telemetry.record import Peak, RunRecord
 
 PACKAGES = ("crucible-train", "torch", "torchvision", "lightning", "triton", "hydra-core", "tensorboard")
@@ -88,7 +88,7 @@ def process_age_seconds() -> float | None:
         return None
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Until the device is through with what it was given; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -96,18 +96,18 @@ def wait(device: torch.device) -> None:
 
 def seconds_of(device: torch.device, work: Callable[[], Any], *, times: int = 1) -> float:
     """Mean seconds of ``work``, done ``times`` times in a row; on CUDA until the device is through with it."""
-    wait(device)
+    synchronize(device)
     began = now()
     for _ in range(times):
         work()
-    wait(device)
+    synchronize(device)
     return (now() - began) / times
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
-def give_back(device: torch.device) -> None:
+def free_unused_memory(device: torch.device) -> None:
     """Free what is unreachable and what the allocator keeps: eager's blocks have other sizes than compiled's."""
     gc.collect()
     if device.type == "cuda":

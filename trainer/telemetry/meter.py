@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from trainer.telemetry.machine import now
+from trainer.telemetry.machine_monitor import now
 from trainer.telemetry.record import Peak, Rates, RunRecord
 
 MAX_POINTS = 256

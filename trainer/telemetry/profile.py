@@ -17,10 +17,10 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from strategies.prepare import environment
+from strategies.compiler_warmup import environment
 from trainer.telemetry import hardware
-from trainer.telemetry.files import cut
 from trainer.telemetry.meter import Step
+from trainer.telemetry.serialization import shorten
 
 DIRECTORY = "profile"
 TRACE = "trace.json.gz"
@@ -80,7 +80,7 @@ class StepProfiler:
     def start(self) -> None:
         """Begin to record; what was launched before is waited for."""
         with self._safely():
-            hardware.wait(self._device)
+            hardware.synchronize(self._device)
             self._recorder = self._profiler()
             self._recorder.start()
             self.recording = True
@@ -89,7 +89,7 @@ class StepProfiler:
         """End the recording, between two steps; without a whole step in it, it is begun again later."""
         self.recording = False
         with self._safely():
-            hardware.wait(self._device)
+            hardware.synchronize(self._device)
             self._recorder.stop()
             if self._done:
                 self._end({"first_step": self._first, "steps": self._done} | self._read(self._done))
@@ -186,7 +186,7 @@ def top(spent: Sequence[tuple[str, float, int]], steps: int) -> list[dict[str, A
     total = sum(microseconds for _, microseconds, _ in spent)
     return [
         {
-            "name": cut(name.removeprefix("void "), MAX_NAME),
+            "name": shorten(name.removeprefix("void "), MAX_NAME),
             "share": microseconds / total,
             "milliseconds_per_step": microseconds / 1e3 / steps,
             "calls_per_step": calls / steps,

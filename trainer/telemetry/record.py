@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.telemetry.files import build, finite, printable, type_name, written_whole
-from trainer.telemetry.machine import MachineFacts
+from trainer.telemetry.machine_monitor import MachineFacts
+from trainer.telemetry.serialization import dataclass_from_json, nan_to_none, printable, type_name, written_whole
 
 FILE_NAME = "record.json"
-SCHEMA = 1
-"""Raised when the meaning of a field changes."""
+SCHEMA = 2
+"""Raised when the meaning of a field changes. Until 2 (2026-11-28; the program of 2026-11-27 wrote 1 still) a run took
+steps before its first one, whose seconds are in ``warmup_seconds`` and whose compiling is in ``compile_seconds``."""
+READ = (1, SCHEMA)
 EXPECTED = re.compile(
     r"grad_mode|autocast|\.training\b|requires_grad|dispatch key|(size|stride|rank) mismatch|\.(size|stride)\(\)| % "
 )
@@ -299,7 +301,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
     """Building data, module and trainer, up to the first training batch."""
     preparation_seconds: float | None = None
     """Of the setup, what importing Inductor and starting its workers in the background cost: waited for, or taken from
-    the main thread; at most, see ``strategies.prepare``. None without, and under ``auto``."""
+    the main thread; at most, see ``strategies.compiler_warmup``. None without, and under ``auto``."""
     first_step_seconds: float | None = None
     """First optimizer step, compilation included, measured on the device."""
     warmup_seconds: float | None = None
@@ -404,7 +406,7 @@ class RunRecord(CompilerFigures, Rates, Peak):
         planned = len(self.report.get("buckets", {}).get("batch_sizes", ()))
         return sum(event.is_expected(first_steps=max(planned, 1)) for event in self.events)
 
-    def take(self, *facts: Any) -> None:
+    def copy_fields(self, *facts: Any) -> None:
         """Copy every field of dataclasses whose fields are fields of the record as well."""
         for each in facts:
             for one in dataclasses.fields(each):
@@ -413,12 +415,12 @@ class RunRecord(CompilerFigures, Rates, Peak):
     def save(self, directory: str | Path) -> Path:
         """Write ``record.json`` so that a reader sees the old one or the new one whole, never a half."""
         # Not above: the command line plans a sweep first, and then makes sure that this package is ours.
-        from strategies.errors import without_credentials
+        from strategies.compile_errors import without_credentials
 
         values = without_credentials({"task": self.task, **dataclasses.asdict(self)})  # what ran comes first
         file = Path(directory) / FILE_NAME
         with written_whole(file, "w") as out:
-            json.dump(finite(values), out, indent=1, allow_nan=False, default=str)
+            json.dump(nan_to_none(values), out, indent=1, allow_nan=False, default=str)
         return file
 
     @classmethod
@@ -426,12 +428,12 @@ class RunRecord(CompilerFigures, Rates, Peak):
         """Read a record from its file or its run's directory. Raises ValueError when it is not one of ours."""
         file = path / FILE_NAME if path.is_dir() else path
         try:
-            return cls.of(file.read_bytes(), file)
+            return cls.from_json(file.read_bytes(), file)
         except OSError as error:
             raise ValueError(f"{file}: {error.strerror}") from error
 
     @classmethod
-    def of(cls, text: str | bytes, file: Path) -> RunRecord:
+    def from_json(cls, text: str | bytes, file: Path) -> RunRecord:
         """A record from the JSON that ``file`` holds of it, without control characters.
 
         Raises ValueError, naming the file and the first value that does not fit, when it is not one of ours.
@@ -445,11 +447,11 @@ class RunRecord(CompilerFigures, Rates, Peak):
         try:
             if not isinstance(values, dict):
                 raise TypeError(f"the whole is {type_name(values)}, not an object")
-            if values["schema"] != SCHEMA:
-                raise ValueError(f"{file}: record schema {values['schema']}, this version reads {SCHEMA}")
+            if values["schema"] not in READ:
+                raise ValueError(f"{file}: record schema {values['schema']}, this version reads {READ[0]} to {SCHEMA}")
             if (run := values.get("run", "train")) != "train":
                 raise ValueError(f"{file}: a record of run={run}, which is no longer measured")
-            record = build(cls, values)
+            record = dataclass_from_json(cls, values)
             if not all(isinstance(strategy.get("name"), str) for strategy in record.strategies):
                 raise TypeError("a strategy has no name")
         except (KeyError, TypeError) as error:

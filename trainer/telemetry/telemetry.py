@@ -18,15 +18,15 @@ import torch
 from torch import distributed
 
 from strategies import Program
-from strategies.loop import Loop, gathered
+from strategies.loop_protocol import Loop, gathered
 from trainer.telemetry import hardware
 from trainer.telemetry.compiler import MAX_LINES, CompilerMonitor
-from trainer.telemetry.files import finite
 from trainer.telemetry.hardware import find_peak
-from trainer.telemetry.machine import EnergyMeter, MachineMonitor, now, nvml_handle
+from trainer.telemetry.machine_monitor import EnergyMeter, MachineMonitor, now, nvml_handle
 from trainer.telemetry.meter import Counts, Meter, Points, Step, StepClock, shape_of
 from trainer.telemetry.profile import StepProfiler, with_idle_share
 from trainer.telemetry.record import CompilerFigures, RankFigures, Rates, RunRecord
+from trainer.telemetry.serialization import nan_to_none
 from trainer.telemetry.tensorboard import TensorBoardPages
 
 BatchCounter = Callable[[Any], Counts]
@@ -264,7 +264,7 @@ class Telemetry:
             rates = added_up(rates, [each for _, each in found])
             if self._loop.is_first_process:
                 record.ranks = [figures for figures, _ in found]
-        record.take(rates, peak)
+        record.copy_fields(rates, peak)
         shares = peak.utilization(rates.teraflops_per_second)
         record.model_flops_utilization, record.model_flops_utilization_measured_peak = shares
         record.peak_device_memory_gib = hardware.peak_device_gib(self._device)
@@ -299,10 +299,10 @@ class Telemetry:
             # What was tried for a choice and not taken was compiled as well.
             compiles = bool(program.strategies) or "auto" in program.report
         if compiles:
-            record.take(self.compiler.figures())
+            record.copy_fields(self.compiler.figures())
             record.events = list(self.compiler.events)
         # Last: it reads from the device, which may be what the training failed at.
-        record.final_metrics = finite({name: float(value) for name, value in self._loop.metrics.items()})
+        record.final_metrics = nan_to_none({name: float(value) for name, value in self._loop.metrics.items()})
 
     def profile(self) -> dict[str, Any] | None:
         """What the profiler found, for the record's report; None when it was not asked."""

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from strategies.errors import hidden
-from strategies.loop import Loop
+from strategies.compile_errors import redact
+from strategies.loop_protocol import Loop
 from trainer.report.run_verdict import run_verdict
 from trainer.report.runs import set_parameters
-from trainer.telemetry.files import finite
 from trainer.telemetry.record import Event, RankFigures, RunRecord, communication_of
-from trainer.telemetry.source import shown
+from trainer.telemetry.serialization import nan_to_none
+from trainer.telemetry.source_lines import display_path
 
 FINAL: dict[str, tuple[str, str]] = {
     "whole_run/steps_per_second": ("steady_steps_per_second", "steps/s"),
@@ -49,7 +49,7 @@ class TensorBoardPages:
         *begin, self._row_ends = row(record)
         for summary in begin:
             self._writer._get_file_writer().add_summary(summary)
-        config = json.dumps(finite(record.config), indent=2, default=str, allow_nan=False)
+        config = json.dumps(nan_to_none(record.config), indent=2, default=str, allow_nan=False)
         self._writer.add_text("run/config", textwrap.indent(config, "    "), 0)
         self._writer.flush()
 
@@ -93,13 +93,13 @@ def events_table(events: Iterable[Event]) -> str:
     for (kind, phase, reason, location), steps in counted.items():
         first = "-" if steps[0] is None else str(steps[0])
         # From the site-packages or working directory on: the table is narrow, the record has it whole.
-        where = shown(location) if shown(location) != location else "/".join(location.split("/")[-3:])
+        where = display_path(location) if display_path(location) != location else "/".join(location.split("/")[-3:])
         lines.append(f"| {kind} | {phase} | {len(steps)} | {first} | {_cell(reason)} | `{where}` |")
     return "\n".join(lines) if counted else "No graph breaks, recompiles or fallbacks."
 
 
 def _cell(text: str) -> str:
-    return hidden(text).replace("|", "\\|").replace("\n", "<br>")
+    return redact(text).replace("|", "\\|").replace("\n", "<br>")
 
 
 def rank_figures(ranks: Sequence[RankFigures]) -> dict[str, float | None]:

@@ -1,0 +1,207 @@
+"""How far tensors are from eager's, and how far they may be: for regions, optimizers and captured steps alike.
+
+The tolerance is calibrated on eager's own distance to a more exact run of the same thing, tensor by tensor. A tensor
+that is zero in exact arithmetic (the gradient of a key's bias in softmax attention) is all rounding: its noise is as
+large as itself. Noise that is small by chance is judged by that of its kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Tensors = Mapping[str, Tensor]
+
+MULTIPLES = {"on": 6.0, "strict": 3.0}
+"""How many times eager's own noise something may be away, by the option ``parity``."""
+UNITS = {"bf16": 2.0**-9, "16": 2.0**-12, "64": 2.0**-53}
+"""Rounding error of one operation, relative, by how Lightning's name of the precision begins; else ``SINGLE``."""
+SINGLE, TF32 = 2.0**-24, 2.0**-11
+BY_CUDNN = (nn.modules.conv._ConvNd, nn.RNNBase)
+FEW, MANY = 64, 1024
+"""Elements below which a tensor's own noise may be small by chance, and from which on a common factor is looked for."""
+LARGE = 0.67
+"""Share of the multiple for tensors of more elements than ``FEW``, whose noise is known well."""
+CONSTANTS = 2
+"""Constants in a lower precision, each a rounding off in all elements alike: a dropout's 1 / (1 - p), an attention's
+scale."""
+UNCALIBRATED = 16.0
+"""Times the least tolerance where there is no more exact run."""
+MAX_TOLERANCE = 0.5
+"""Relative, beyond which a comparison says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far one tensor is from eager's, relative to eager's."""
+
+    kind: str
+    """``output``, ``gradient``, ``buffer``, ``weight``, ``loss``, ..."""
+    name: str
+    difference: float
+    tolerance: float
+
+    @property
+    def share(self) -> float:
+        """The difference over its tolerance; beyond 1 it counts, and what is no number is beyond."""
+        if self.difference == 0:
+            return 0.0
+        return self.difference / self.tolerance if self.difference == self.difference and self.tolerance else math.inf
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r} is {self.difference:.2e} away from eager's, tolerance {self.tolerance:.2e}"
+
+
+def exceeding(differences: Iterable[Difference]) -> list[Difference]:
+    """Those that count, the largest first."""
+    return sorted((one for one in differences if one.share > 1), key=lambda one: -one.share)
+
+
+def rounding_unit(precision: str, device: torch.device, module: nn.Module) -> float:
+    """Largest relative rounding error of one operation of ``module`` in a run in ``precision`` on ``device``.
+
+    Whatever matrix products do, cuDNN may round to TF32, and need not in another memory format, as compilers choose it:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+    """
+    lower_or_double = UNITS.get(precision.partition("-")[0])
+    if lower_or_double is not None or device.type != "cuda":
+        return lower_or_double or SINGLE
+    tf32 = torch.get_float32_matmul_precision() != "highest" or (
+        torch.backends.cudnn.allow_tf32 and any(isinstance(one, BY_CUDNN) for one in module.modules())
+    )
+    return TF32 if tf32 else SINGLE
+
+
+def autocast_unit(module: nn.Module) -> float:
+    """The same of a call of ``module`` as the user's own code runs it now: 0 outside of autocast."""
+    device = next((one.device.type for one in module.parameters()), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return 0.0
+    lower = {torch.bfloat16: UNITS["bf16"], torch.float16: UNITS["16"]}
+    return lower.get(torch.get_autocast_dtype(device), 0.0)
+
+
+@torch.no_grad()
+def compare(
+    kind: str,
+    expected: Tensors,
+    seen: Tensors,
+    exact: Tensors | None = None,
+    *,
+    starts: Tensors | None = None,
+    unit: float = SINGLE,
+    multiple: float = MULTIPLES["on"],
+) -> list[Difference]:
+    """Compare ``seen`` with eager's ``expected``, one ``Difference`` a tensor.
+
+    Args:
+        exact: The same of a more exact run of eager.
+        starts: What stored values (weights, buffers) were before: then differences are relative to how far they moved,
+            and some roundings of the stored values are allowed.
+        unit: See ``rounding_unit``.
+        multiple: See ``MULTIPLES``.
+
+    What one side lacks, or has in another shape, is infinitely far away. Numbers that eager does not have either (NaN,
+    infinities) are left out.
+    """
+    found = [
+        Difference(kind=kind, name=name, difference=math.inf, tolerance=0.0)
+        for name in dict.fromkeys([*expected, *seen])
+        if name not in expected or name not in seen or expected[name].shape != seen[name].shape
+    ]
+    missing = {one.name for one in found}
+    names = [name for name in expected if name not in missing and expected[name].numel()]
+    if not names:
+        return found
+    figures = [_figures(name, expected, seen, exact or {}, starts or {}) for name in names]
+    rows = _on_host(figures)
+    lowered = unit in (UNITS["bf16"], UNITS["16"])
+    least, least_common = (unit / 4, unit / 8) if lowered else (2 * unit, 2 * unit)
+    calibrated = [math.isfinite(noise) for _, _, noise, *_ in rows]
+    relative = sorted(noise / own for (own, _, noise, *_), known in zip(rows, calibrated, strict=True) if known and own)
+    middle, most = (relative[len(relative) // 2], relative[-1]) if relative else (0.0, 0.0)
+    scale = max(own for own, *_ in rows)
+    for name, known, (own, away, noise, along, noise_along, size) in zip(names, calibrated, rows, strict=True):
+        tensor = expected[name]
+        epsilon = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
+        slack = 1.0 if known else UNCALIBRATED
+        few = tensor.numel() < FEW
+        times = multiple if few or not known else multiple * LARGE
+        # Where everything cancels out, rounding of the kind's larger tensors is what is left.
+        floor = slack * max(least, epsilon / 8)
+        allowed = times * max(noise if known else 0.0, max(most if few else middle, floor) * own, 4 * SINGLE * scale)
+        if starts is not None and name in starts:
+            allowed += 4 * epsilon * size
+        base = own or scale or 1.0
+        one = Difference(kind=kind, name=name, difference=away / base, tolerance=allowed / base)
+        if known and tensor.numel() >= MANY and own and one.share <= 1:
+            # Rounding of elements has no direction. A factor common to all of them shows long before it is as large as
+            # the noise.
+            chance = 4 * (noise / own) / math.sqrt(tensor.numel())
+            floor = max(least_common, epsilon / 32)
+            common = multiple * max(abs(noise_along), chance, floor) + (allowed / own if noise >= own / 4 else 0.0)
+            common = max(common, CONSTANTS * unit if lowered else 0.0)
+            if starts is not None and name in starts:
+                common += 4 * epsilon * size / own
+            factor = Difference(kind=kind, name=name, difference=abs(along), tolerance=common)
+            one = max(one, factor, key=lambda each: each.share)
+        found.append(one)
+    return found
+
+
+def _figures(name: str, expected: Tensors, seen: Tensors, exact: Tensors, starts: Tensors) -> Tensor:
+    """``(6,)``: root mean squares of eager's tensor (of how far it moved), of the difference and of eager's noise; the
+    share of eager's that the difference and the noise have in common; root mean square of the stored values."""
+    one = _wide(expected[name])
+    other = _wide(seen[name]).to(one.device)
+    finite = one.isfinite()
+    same = (one == other) | (one.isnan() & other.isnan())
+    difference = torch.where(same, torch.zeros_like(one), other - one)
+    held = torch.where(finite, one, torch.zeros_like(one))
+    moved = held
+    if name in starts and starts[name].shape == one.shape:
+        moved = torch.where(finite, one - _wide(starts[name]).to(one.device), torch.zeros_like(one))
+    noise = None
+    if name in exact and exact[name].shape == one.shape:
+        noise = (_wide(exact[name]).to(one.device) - one).where(finite, torch.zeros_like(one))
+    count = math.sqrt(one.numel())
+    norm = _norm(moved)
+    square = (norm * norm).clamp(min=1e-300)
+    nowhere = torch.full_like(norm, math.nan)
+    return torch.stack(
+        [
+            norm / count,
+            _norm(difference) / count,
+            nowhere if noise is None else _norm(noise) / count,
+            _dot(difference, moved) / square,
+            nowhere if noise is None else _dot(noise, moved) / square,
+            _norm(held) / count,
+        ]
+    )
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor.abs() if tensor.is_complex() else tensor, dtype=torch.float64)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    product = one * (other.conj() if other.is_complex() else other)
+    return (product.real if product.is_complex() else product).sum(dtype=torch.float64)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return tensor if tensor.is_complex() or tensor.dtype == torch.double else tensor.float()
+
+
+def _on_host(figures: Sequence[Tensor]) -> list[list[float]]:
+    alike = len({one.device for one in figures}) == 1
+    return [
+        list(map(float, row)) for row in torch.stack(list(figures) if alike else [f.cpu() for f in figures]).tolist()
+    ]

@@ -1,0 +1,605 @@
+"""Small Lightning modules whose training step depends on ordinary Python state, as researchers write them.
+
+Each is trained in eager and captured, on the CPU (``test_captured_python_state.py``) and on a GPU (``tests/gpu``); the
+losses must be the same, step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import operator
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+SCALE = 1.0
+SETTINGS = {"scale": 1.0}
+
+
+class Hyperparameters:
+    scale = 1.0
+
+
+class Plain(L.LightningModule):
+    """Two layers; the loss is scaled by ``scale``, which each module gets from somewhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def scale(self, batch_idx: int) -> Any:
+        return 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x_BD, target_B1 = batch
+        return nn.functional.mse_loss(self.net(x_BD), target_B1) * self.scale(batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+MODULES: dict[str, tuple[type[Plain], str | None]] = {}
+"""By name: the module, and a part of the reason why it is not captured for good; None where it stays captured."""
+CALLBACKS: dict[str, Callable[[], L.Callback]] = {}
+
+
+def case(reason: str | None) -> Callable[[type[Plain]], type[Plain]]:
+    def add(kind: type[Plain]) -> type[Plain]:
+        MODULES[kind.__name__] = kind, reason
+        return kind
+
+    return add
+
+
+def wave(step: int) -> float:
+    return 1.0 + step % 7
+
+
+# ---- what does not change -------------------------------------------------------------------------------------------
+
+
+@case(None)
+class ReadsNothing(Plain):
+    pass
+
+
+@case(None)
+class TakesAGradientByItsBatch(Plain):
+    """As potentials and gradient penalties do; the batch requires a gradient afterwards."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        inputs.requires_grad_(True)
+        outputs = self.net(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        return (outputs - targets).square().mean() + slope.square().mean()
+
+
+@case(None)
+class HasConstantsEverywhere(Plain):
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.names = [0.5, 1.5], {"scale": 2.0}
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.factor * self.weights[1] * self.names["scale"] * SCALE * SETTINGS["scale"] * Hyperparameters.scale
+
+
+@case(None)
+class ReadsHyperparameters(Plain):
+    """As ``save_hyperparameters`` and Hydra leave them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"scale": 2.0})
+        self.config = OmegaConf.create({"loss": {"scale": 2.0, "kinds": [1.0, 2.0]}})
+        self.arguments = argparse.Namespace(scale=3.0)
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.hparams.scale * self.config.loss.scale * self.config["loss"]["kinds"][1] * self.arguments.scale
+
+
+@case(None)
+class CountsWithoutReading(Plain):
+    """A callback's or hook's counter, of which the step knows nothing."""
+
+    seen = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+
+
+@case(None)
+class FillsABuffer(Plain):
+    """What the messages advise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kl", torch.ones(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.kl.fill_(wave(self.global_step))
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.kl
+
+
+@case(None)
+class CachesInItsFirstStep(Plain):
+    cache: Tensor | None = None
+
+    def scale(self, batch_idx: int) -> Any:
+        if self.cache is None:
+            self.cache = torch.full((), 2.0)
+        return self.cache
+
+
+@case(None)
+class MovesATeacher(Plain):
+    """Weights that the step itself writes to, not the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.net[0].weight, 0.1)
+        return super().training_step((self.teacher(batch[0]), batch[1]), batch_idx)
+
+
+@functools.lru_cache(maxsize=4)
+def remembered(kind: str) -> float:
+    return SETTINGS[kind]
+
+
+@functools.cache
+def remembered_settings(kind: str) -> dict[str, float]:
+    return {kind: SETTINGS[kind]}
+
+
+@case(None)
+class CallsAMemo(Plain):
+    """A stored answer that is cleared once, and one that somebody changes in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        remembered.cache_clear()
+        remembered_settings.cache_clear()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        SETTINGS["scale"] = wave(self.global_step)
+        if self.global_step == 20:
+            remembered.cache_clear()
+        if self.global_step == 30:
+            remembered_settings("scale")["scale"] = 5.0
+
+    def scale(self, batch_idx: int) -> Any:
+        return remembered("scale") * remembered_settings("scale")["scale"]
+
+
+@case("remembered")
+class ClearsItsMemoEveryStep(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        remembered.cache_clear()
+        SETTINGS["scale"] = wave(self.global_step)
+
+    def scale(self, batch_idx: int) -> Any:
+        return remembered("scale")
+
+
+@case(None)
+class ChangesOnceInAWhile(Plain):
+    """A schedule by epoch."""
+
+    temperature = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.temperature = 1.0 + self.current_epoch
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.temperature
+
+
+@case(None)
+class Freezes(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.net[0].requires_grad_(False)
+
+
+@case(None)
+class SwitchesToEval(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.norm.train(self.global_step < 10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((self.norm(batch[0]), batch[1]), batch_idx)
+
+
+@case(None)
+class AddsAHookLater(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.net[0].register_forward_hook(lambda module, given, output: output * 2)
+
+
+@case(None)
+class ReplacesALayer(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.net[1] = nn.ReLU()
+
+
+@case(None)
+class ReplacesAMethod(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.scale = lambda batch_idx: 3.0  # type: ignore[method-assign]
+
+
+@case(None)
+class AddsAParameterLater(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("extra", None)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.extra = nn.Parameter(torch.full((), 2.0, device=self.device))
+            self.trainer.optimizers[0].add_param_group({"params": [self.extra]})
+
+    def scale(self, batch_idx: int) -> Any:
+        return 1.0 if self.extra is None else self.extra
+
+
+@case(None)
+class ReplacesATiedWeight(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.net[0].weight
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.tied.weight = nn.Parameter(self.net[0].weight.detach().clone())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((self.tied(batch[0]), batch[1]), batch_idx)
+
+
+@case(None)
+class SwapsTheDataOfAWeight(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.net[0].weight.data = self.net[0].weight.data.clone() * 0.5
+
+
+@case(None)
+class ResetsTheOptimizer(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            self.trainer.optimizers[0].state.clear()
+
+
+# ---- what changes at every step -------------------------------------------------------------------------------------
+
+
+def reads(
+    name: str,
+    reason: str,
+    look: Callable[[Any], Any],
+    put: Callable[[Any, float], Any] = lambda self, value: None,
+    make: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """A module: ``look`` is the scale, ``put`` changes it before each step, ``make`` makes the attributes."""
+
+    def __init__(self: Any) -> None:
+        Plain.__init__(self)
+        for attribute, value in make().items():
+            setattr(self, attribute, value)
+
+    def scale(self: Any, batch_idx: int) -> Any:
+        return look(self)
+
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        put(self, wave(self.global_step))
+
+    body = {"__init__": __init__, "scale": scale, "on_train_batch_start": on_train_batch_start}
+    MODULES[name] = type(name, (Plain,), body), reason
+
+
+@case("global_step")
+class PropertyReadsGlobalStep(Plain):
+    @property
+    def kl(self) -> float:
+        return wave(self.global_step)
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.kl
+
+
+@case("batch_idx")
+class ReadsBatchIndex(Plain):
+    def scale(self, batch_idx: int) -> Any:
+        return wave(batch_idx)
+
+
+@case("batch_idx")
+class ReturnsBatchIndex(Plain):
+    """Without using it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
+
+
+@case("train_dataloader.dataset")
+class ReadsItsDataSet(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.train_dataloader.dataset.scale = wave(self.global_step)
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.trainer.train_dataloader.dataset.scale
+
+
+@case("self.drop.p")
+class ScheduledDropout(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drop.p = 0.05 * wave(self.global_step)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((self.drop(batch[0]), batch[1]), batch_idx)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    scale: float = 1.0
+
+
+class Closure:
+    def __init__(self) -> None:
+        value = 1.0
+
+        def write(to: float) -> None:
+            nonlocal value
+            value = to
+
+        self.made = {"write": write, "look": lambda: value}
+
+
+def with_default(held: list[float] = [1.0]) -> float:  # noqa: B006
+    return held[0]
+
+
+def partly() -> dict[str, Any]:
+    weights = [1.0]
+    return {"weights": weights, "look": functools.partial(list.__getitem__, weights, 0)}
+
+
+def sets(*names: str) -> Callable[[Any, float], Any]:
+    """Sets the last of ``names`` on the object that the others lead to."""
+
+    def put(self: Any, value: float) -> None:
+        setattr(functools.reduce(getattr, names[:-1], self), names[-1], value)
+
+    return put
+
+
+reads("HelperReadsGlobalStep", "self.global_step", lambda self: wave(self.global_step))
+reads("ReadsTheTrainer", "self.trainer.global_step", lambda self: wave(self.trainer.global_step))
+reads("AttributeSetInAHook", "self.kl", lambda self: self.kl, sets("kl"))
+reads("AttributeThroughVars", "self.kl", lambda self: vars(self)["kl"], sets("kl"))
+reads("AttributeOfASubmodule", "self.net.1.factor", lambda self: self.net[1].factor, sets("net", "1", "factor"))
+reads(
+    "NestedContents", "self.settings['loss'][0]['scale'] changes", lambda self: self.settings["loss"][0]["scale"],
+    lambda self, value: self.settings["loss"][0].update(scale=value), lambda: {"settings": {"loss": [{"scale": 1.0}]}},
+)  # fmt: skip
+reads(
+    "SetContents", "self.names", lambda self: wave(len(self.names)),
+    lambda self, value: self.names.add(self.global_step), lambda: {"names": set()},
+)  # fmt: skip
+reads(
+    "DequeContents", "self.recent", lambda self: sum(self.recent),
+    lambda self, value: self.recent.append(value), lambda: {"recent": deque([1.0], maxlen=3)},
+)  # fmt: skip
+for name, reason, kind in (
+    ("HoldsSlots", "self.held.scale", Slotted),
+    ("HoldsANamespace", "self.held['scale'] changes", functools.partial(SimpleNamespace, scale=1.0)),
+    ("HoldsAConfiguration", "self.held", functools.partial(OmegaConf.create, {"scale": 1.0})),
+    ("HoldsAnObject", "self.held.scale", Hyperparameters),
+):
+    reads(name, reason, lambda self: self.held.scale, sets("held", "scale"), lambda kind=kind: {"held": kind()})
+reads(
+    "ReadsAClass", "Hyperparameters.scale", lambda self: Hyperparameters.scale,
+    lambda self, value: setattr(Hyperparameters, "scale", value),
+)  # fmt: skip
+reads(
+    "ReadsItsClass", "ReadsItsClass.factor", lambda self: type(self).factor,
+    lambda self, value: setattr(type(self), "factor", value),
+)  # fmt: skip
+reads("ReadsAGlobal", "global SCALE", lambda self: SCALE, lambda self, value: globals().update(SCALE=value))
+reads(
+    "ReadsAGlobalDictionary", "SETTINGS['scale']", lambda self: SETTINGS["scale"],
+    lambda self, value: SETTINGS.update(scale=value),
+)  # fmt: skip
+reads(
+    "ReadsTheEnvironment", "environment", lambda self: float(os.environ["TESTS_SCALE"]),
+    lambda self, value: os.environ.update(TESTS_SCALE=str(value)),
+)  # fmt: skip
+reads(
+    "ReadsAClosure", "value in Closure", lambda self: self.look(), lambda self, value: self.write(value),
+    lambda: Closure().made,
+)  # fmt: skip
+reads(
+    "ReadsADefault", "a default of with_default", lambda self: with_default(),
+    lambda self, value: operator.setitem(with_default.__defaults__[0], 0, value),  # type: ignore[index]
+)  # fmt: skip
+reads(
+    "ReadsAPartial", "self.look[0][0] changes", lambda self: self.look(),
+    lambda self, value: operator.setitem(self.weights, 0, value), partly,
+)  # fmt: skip
+reads(
+    "ReadsTheLearningRate", "param_groups[0]['lr'] changes",
+    lambda self: 100 * self.optimizers().param_groups[0]["lr"],
+    lambda self, value: self.trainer.optimizers[0].param_groups[0].update(lr=0.001 * value),
+)  # fmt: skip
+reads(
+    "ReplacesATensor", "another tensor", lambda self: self.kl,
+    lambda self, value: setattr(self, "kl", torch.full((), value, device=self.device)),
+)  # fmt: skip
+reads(
+    "FillsAnArray", "numbers in self.table", lambda self: float(self.table[0]),
+    lambda self, value: operator.setitem(self.table, 0, value), lambda: {"table": numpy.ones(4)},
+)  # fmt: skip
+
+
+@case("callback_metrics")
+class ReadsALoggedMetric(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def scale(self, batch_idx: int) -> Any:
+        return 1.0 + self.trainer.callback_metrics.get("loss", torch.zeros(()))
+
+
+# ---- what draws, counts and tells the time --------------------------------------------------------------------------
+
+draws = "draws random numbers on the host"
+reads("PythonsRandom", draws, lambda self: 1 + random.random())
+reads("NumpysRandom", draws, lambda self: 1 + numpy.random.rand())
+own = f"{draws} from self.generator", lambda self: 1 + self.generator.random()
+reads("OwnNumpyGenerator", *own, make=lambda: {"generator": numpy.random.default_rng(0)})
+reads("OwnPythonGenerator", *own, make=lambda: {"generator": random.Random(0)})
+reads("TellsTheTime", "time", lambda self: 1.0 if time.time() > 0 else 2.0)
+reads(
+    "ReadsAnIterator", "self.endless", lambda self: next(self.endless),
+    make=lambda: {"endless": itertools.cycle([1.0, 2.0, 3.0])},
+)  # fmt: skip
+
+
+@case("changes self.count")
+class CountsInTheStep(Plain):
+    count = 0
+
+    def scale(self, batch_idx: int) -> Any:
+        self.count += 1
+        return 1.0 if self.count % 3 else 2.0
+
+
+@case("changes self.last")
+class KeepsItsLastLoss(Plain):
+    last: Any = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) + 0.1 * self.last
+        self.last = loss.detach()
+        return loss
+
+
+@case("entries of self.losses")
+class AppendsLosses(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+
+@case("changes global SCALE")
+class CountsInAGlobal(Plain):
+    def scale(self, batch_idx: int) -> Any:
+        global SCALE
+        SCALE = wave(int(SCALE))
+        return SCALE
+
+
+@case("changes self.accuracy")
+class CountsInAMetric(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import MeanMetric
+
+        self.accuracy = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.accuracy.update(loss.detach())
+        self.log("mean", self.accuracy)
+        return loss
+
+
+@case("a backward hook on net.0")
+class HasABackwardHook(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.net[0].register_full_backward_hook(lambda *_: None)
+
+
+@case("a hook on the parameter net.0.weight")
+class HasAGradientHook(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient * wave(self.global_step))
+
+
+@case("use self.log")
+class LogsToTheLogger(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.logger is not None:
+            self.logger.log_metrics({"loss": 1.0})
+        return loss
+
+
+class SetsKl(L.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.kl = wave(trainer.global_step)
+
+
+@case("self.kl")
+class AttributeSetByACallback(Plain):
+    kl = 1.0
+
+    def scale(self, batch_idx: int) -> Any:
+        return self.kl
+
+
+CALLBACKS["AttributeSetByACallback"] = SetsKl
+
+
+@case("LambdaCallback.on_after_backward")
+class HasALambdaCallback(Plain):
+    pass
+
+
+CALLBACKS["HasALambdaCallback"] = lambda: LambdaCallback(on_after_backward=lambda trainer, module: None)
