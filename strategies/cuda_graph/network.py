@@ -888,10 +888,10 @@ def _copy(tensor: Tensor) -> Tensor:
 def _nodes_of_their_own(module: nn.Module) -> Iterator[None]:
     """Inside, autograd has other nodes for the weights of ``module``; they are the same objects, with the same memory.
 
-    The node that adds up the gradient of a weight lives as long as a graph of any forward that used it: a loss that
-    Lightning keeps until the next step, the critic's own loss while a generator is trained on its judgement. A backward
-    runs it on the stream of that forward, which is to wait for the capture then; of the default stream CUDA refuses
-    that: "operation would make the legacy stream depend on a capturing blocking stream".
+    The node that adds up the gradient of a weight lives as long as a graph of any forward that used it, such as that of
+    the critic's own loss while a generator is trained on its judgement. A backward runs it on the stream of that
+    forward, which is to wait for the capture then; of the default stream CUDA refuses that: "operation would make the
+    legacy stream depend on a capturing blocking stream".
     https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/autograd/input_buffer.cpp
     """
     if not torch.is_grad_enabled():  # in inference mode they would be tensors of another kind, and be compiled anew for
