@@ -676,23 +676,24 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def _taken_apart(result: Any) -> tuple[dict[str, Tensor], list[Any]]:
-    """The tensors of an output by place, those of records (dataclasses, model outputs) too, and what is none."""
-    tensors: dict[str, Tensor] = {}
-    plain: list[Any] = []
+    """The tensors of an output by place, and what is none."""
+    leaves = list(_leaves(result))
+    tensors = [one for one in leaves if isinstance(one, Tensor)]
+    return {str(place): one for place, one in enumerate(tensors)}, [
+        one for one in leaves if not isinstance(one, Tensor)
+    ]
 
-    def take(value: Any) -> None:
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                tensors[f"{len(tensors)}"] = leaf
-            elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-                take([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
-            elif isinstance(leaf, dict):
-                take(dict(leaf))
-            else:
-                plain.append(leaf)
 
-    take(result)
-    return tensors, plain
+def _leaves(value: Any) -> Iterator[Any]:
+    """Those of records (dataclasses, model outputs), too. No closure that calls itself: that one would keep an output,
+    with its graph, until garbage is collected."""
+    for leaf in pytree.tree_leaves(value):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
+        elif isinstance(leaf, dict):
+            yield from _leaves(dict(leaf))
+        else:
+            yield leaf
 
 
 def _reached(output: Tensor, parameters: Tensors) -> frozenset[str]:

@@ -254,8 +254,6 @@ class Config:
             yield f"trainer.strategy=fsdp2: {run}: plain Lightning leaves the sharding to the module's configure_model"
         elif settings.strategy == "fsdp2" and self.run.peer.startswith("transformers"):
             yield f"trainer.strategy=fsdp2: {run}: its Trainer shards by accelerate's settings alone, take ddp"
-        if devices != 1 and self.run.peer == "loop_captured":
-            yield f"trainer.devices={devices}: {run} captures steps of one device"
         for given, what in ((self.compile, "compile"), (self.resume, "resume"), (self.profile != "off", "profile")):
             if given:
                 yield f"{what}= is not for a peer: leave it out with {run}"

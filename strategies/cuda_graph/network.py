@@ -227,11 +227,7 @@ class Network(StandIn):
         lane = self._free_lane()
         if lane is None:
             return self._run_without_graph(args, kwargs)
-        if lane is self._lanes[0]:  # nothing of this module waits for a backward, which would hold its weights
-            lane = next((one for one in self._lanes if one not in variant.graphs), lane)
         graph = variant.graphs.get(lane)
-        if graph is None and any(not one.free for one in self._lanes):
-            return self._run_first(kind, args, kwargs)
         audit = graph is not None and variant.due and not of.checking.audited
         if audit and of.parts.due() and self._deferred < MAX_DEFERRED:  # regions within are looked at first
             self._deferred += 1
@@ -445,20 +441,23 @@ class Network(StandIn):
 
         torch.clear_autocast_cache()  # casts that were made outside are not the graph's
         try:
-            engine.eager(both)  # on the stream of the capture
-            state.restore()
-            versions = [version_of(one) for one in inputs]
-            replay_forward, results = engine.capture(forward, lane.pool)
-            if [version_of(one) for one in inputs] != versions:
-                raise CannotCapture("its forward writes to its inputs")
-            outputs, result_tree = pytree.tree_flatten(results)
-            graph = CallGraph(replay_forward, inputs, [], result_tree, [])
-            graph.outputs = [_output(one, inputs) for one in outputs]
-            graph.differentiable = [
-                place for place, one in enumerate(graph.outputs) if isinstance(one, Tensor) and one.grad_fn is not None
-            ]
-            if graph.differentiable:
-                self._capture_backward(graph, kind, lane, backward)
+            with _nodes_of_their_own(self.module):
+                engine.eager(both)  # on the stream of the capture
+                state.restore()
+                versions = [version_of(one) for one in inputs]
+                replay_forward, results = engine.capture(forward, lane.pool)
+                if [version_of(one) for one in inputs] != versions:
+                    raise CannotCapture("its forward writes to its inputs")
+                outputs, result_tree = pytree.tree_flatten(results)
+                graph = CallGraph(replay_forward, inputs, [], result_tree, [])
+                graph.outputs = [_output(one, inputs) for one in outputs]
+                graph.differentiable = [
+                    place
+                    for place, one in enumerate(graph.outputs)
+                    if isinstance(one, Tensor) and one.grad_fn is not None
+                ]
+                if graph.differentiable:
+                    self._capture_backward(graph, kind, lane, backward)
             graph.outputs = [one.detach() if isinstance(one, Tensor) else one for one in graph.outputs]
             return graph
         finally:
@@ -883,6 +882,29 @@ def _autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
 def _copy(tensor: Tensor) -> Tensor:
     """A leaf with the same numbers and strides."""
     return clone(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _nodes_of_their_own(module: nn.Module) -> Iterator[None]:
+    """Inside, autograd has other nodes for the weights of ``module``; they are the same objects, with the same memory.
+
+    The node that adds up the gradient of a weight lives as long as a graph of any forward that used it, such as that of
+    the critic's own loss while a generator is trained on its judgement. A backward runs it on the stream of that
+    forward, which is to wait for the capture then; of the default stream CUDA refuses that: "operation would make the
+    legacy stream depend on a capturing blocking stream".
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/autograd/input_buffer.cpp
+    """
+    if not torch.is_grad_enabled():  # in inference mode they would be tensors of another kind, and be compiled anew for
+        yield
+        return
+    weights = [one for one in module.parameters() if one.requires_grad and type(one) is nn.Parameter]
+    pairs = [(one, nn.Parameter(one.detach())) for one in weights]
+    swap: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
+    with contextlib.ExitStack() as swapped:
+        for pair in pairs:
+            swap(*pair)
+            swapped.callback(swap, *pair)
+        yield
 
 
 def _output(value: Any, inputs: Sequence[Tensor]) -> Any:

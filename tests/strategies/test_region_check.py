@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 import random
 import types
 from collections.abc import Callable
@@ -432,3 +434,39 @@ def test_an_iterator_that_would_be_used_up_is_left_alone() -> None:
     assert outcome.skipped is not None
     assert "stream" in outcome.skipped
     assert next(module.stream) == 0
+
+
+def test_outputs_are_let_go_with_the_check() -> None:
+    """Not once garbage is collected: they are as large as the region's own, and hold autograd's nodes of its weights,
+    which no capture may meet."""
+
+    @dataclasses.dataclass
+    class Output:
+        hidden: Tensor
+        by_name: dict[str, Any]
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 7)
+
+        def forward(self, x_BD: Tensor) -> Output:
+            hidden_BD = self.layer(x_BD)
+            return Output(hidden_BD, {"twice": 2 * hidden_BD, "rows": len(x_BD)})
+
+    def held() -> int:
+        found = [one for one in gc.get_objects() if type(one) is Tensor and one.shape == (3, 7)]
+        return sum(one.grad_fn is not None for one in found)
+
+    module = Returns()
+    gc.collect()
+    gc.disable()
+    try:
+        kept = module(torch.randn(3, 5))
+        assert held() == 2
+        del kept
+        outcome = check_call(module, module._call_impl, (torch.randn(3, 5),), {})
+        assert (outcome.skipped, outcome.error) == (None, None)
+        assert held() == 0
+    finally:
+        gc.enable()

@@ -10,13 +10,15 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import CudaGraph, Regional, Strategy
 from strategies.cuda_graph.network import DOUBLE_BACKWARD
+from strategies.region_check import leaves_of
 from tests.strategies.modules import Block
 from tests.trainer.lightning_modules import quiet_trainer
-from tests.trainer.recording import RecordedNetwork, RecordedStepOrNetwork
+from tests.trainer.recording import RecordedNetwork, RecordedStepOrNetwork, RecordingEngine
 from trainer.callback import Compile
 
 STEPS = 16
@@ -278,6 +280,46 @@ def test_losses_and_weights_are_eagers_to_the_last_bit(name: str) -> None:
     else:
         assert any(refused in one for one in facts["without_a_graph"]), facts
     assert all(one._compiled_call_impl is None for one in module.modules())
+
+
+@pytest.mark.parametrize("name", ["a loss that keeps its graph", "two calls before a backward", "a GAN"])
+def test_a_capture_meets_no_node_of_an_earlier_forward(name: str) -> None:
+    """On a GPU its backward would make the default stream wait for the capture, which CUDA refuses."""
+    earlier = "of a forward outside"
+    kind, paths, _ = CASES[name]
+
+    def node(weight: Tensor) -> Any:
+        return torch.autograd.graph.get_gradient_edge(weight).node
+
+    class Engine(RecordingEngine):
+        captures = held = 0
+
+        def capture(self, call: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
+            replay, results = super().capture(call, pool)
+            leaves = leaves_of([one for one in pytree.tree_leaves(results) if isinstance(one, Tensor)])
+            Engine.captures += bool(leaves)
+            assert not any(earlier in node(one).metadata for one in leaves)
+            return replay, results
+
+    class Marks(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            for path in paths:
+                self.get_submodule(path).register_forward_hook(self.mark, always_call=True)
+
+        def mark(self, module: nn.Module, args: Any, result: Tensor) -> None:
+            if result.grad_fn is not None:
+                for weight in module.parameters():
+                    Engine.held += earlier in node(weight).metadata
+                    node(weight).metadata[earlier] = True
+
+    class Watched(RecordedNetwork):
+        engine = Engine
+
+    _, _, compile_ = trained(Marks, Watched())
+    assert Engine.captures
+    assert Engine.held, "no graph outlives the next forward: there is nothing to meet"
+    assert sum(one["graphs"] for one in compile_.record.report["recorded"]["networks"]) >= len(paths)
 
 
 class Validated(Plain):

@@ -10,6 +10,7 @@ own network of the same sizes. As arms of a sweep they alternate with ours:
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -59,7 +60,7 @@ class PeerJob(Job):
         announce(self._console, record, self._run_dir)
         self._compile = compile_callback(config, record)
         telemetry = self._compile.telemetry  # of a peer, nothing else of it is used
-        with process_group(config):
+        with process_group(config, captured=mode.peer == "loop_captured"):
             L.seed_everything(config.seed, verbose=False)
             data = config.task.build_data(seed=config.seed)
             module = config.task.build_module(max_steps=config.trainer.max_steps)
@@ -109,14 +110,16 @@ def record_peer(record: RunRecord, mode: Peer, config: Config) -> None:
 
 
 @contextlib.contextmanager
-def process_group(config: Config) -> Iterator[None]:
-    """Inside, the processes that torchrun has started are one group."""
+def process_group(config: Config, *, captured: bool = False) -> Iterator[None]:
+    """Inside, the processes that torchrun has started are one group, of which steps can be ``captured``."""
     if config.trainer.devices in (None, 1):
         yield
         return
     if on_cuda(config.trainer):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        if captured:  # NCCL's watchdog queries events, which no capture allows
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         distributed.init_process_group("nccl", device_id=device)
     else:
         distributed.init_process_group("gloo")
@@ -135,29 +138,43 @@ def note_network(record: RunRecord, model: nn.Module, own: int) -> None:
 
 def loop(work: Work, *, compiled: bool = True, mode: str | None = None, captured: bool = False) -> Loop:
     """A hand-written loop, ``network = torch.compile(network, mode=mode)`` for what the task declares as its network;
-    where it is sharded, each block compiled in place before. ``captured`` replays whole steps as one CUDA graph."""
+    where it is sharded, each block compiled in place before. ``captured`` replays whole steps as one CUDA graph; on
+    several devices each block and part is compiled in place then, and the optimizer steps local shards."""
     module = placed(work.module, work.device)
-    sharded = distributed.is_initialized() and work.sharded
-    blocks = work.blocks() if sharded else []
+    several = distributed.is_initialized()
+    sharded = several and work.sharded
+    blocks = work.blocks() if sharded or (several and captured) else []
     paths: Sequence[str] = ()
     if compiled:
         children = [name for name, child in work.module.named_children() if any(True for _ in child.parameters())]
-        paths = blocks if sharded else work.config.task.declare().whole or children
+        declared = work.config.task.declare()
+        paths = blocks or declared.whole or children
+        if several and captured:
+            paths = [*blocks, *declared.parts]
     for path in paths:
         network: Any = module.get_submodule(path)
-        if sharded:
+        if blocks:
             network.compile(backend=work.backend, mode=mode)
         else:
             network = torch.compile(network, backend=work.backend, mode=mode)
             module.set_submodule(path, network)
-    wrapped = wrap(work, module, blocks) if distributed.is_initialized() else None
+    # DDP that is to be captured is made on a side stream: https://docs.pytorch.org/docs/stable/notes/cuda.html
+    aside = captured and several and work.device.type == "cuda"
+    with torch.cuda.stream(torch.cuda.Stream()) if aside else contextlib.nullcontext():
+        wrapped = wrap(work, module, blocks) if several else None
     trained = PeerLoop(work, *optimizer_and_schedule(module))
     trained.wrapped = wrapped
+    give_back = None
     if captured:
-        trained.wrap_step(captured_steps(trained))
+        if sharded:
+            trained.step_local_shards()
+        give_back = trained.wrap_step(captured_steps(trained))
     trained.train_on(work.loader())
+    if give_back is not None:
+        give_back()
+        gc.collect()  # a graph that is still there holds NCCL's communicators, and the group waits for them at its end
     if captured and not trained.replays:
-        raise RuntimeError("run.peer=loop_captured replayed no step: it captures the one after the first three")
+        raise RuntimeError("run.peer=loop_captured replayed no step: it captures one after the first steps")
     return trained
 
 

@@ -24,8 +24,8 @@ from trainer.loops.plain import PlainLoop
 from trainer.settings import Config
 from trainer.telemetry.telemetry import Telemetry
 
-STEPS_BEFORE_CAPTURE = 3
-"""As torch's notes have it: state of the optimizer, workspaces of kernels."""
+STEPS_BEFORE_CAPTURE, OF_SEVERAL = 3, 11
+"""As torch's notes have it: state of the optimizer, workspaces of kernels; DDP's own work in its first steps."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,8 +92,33 @@ class PeerLoop(PlainLoop):
             log_every_n_steps=settings.log_every_n_steps,
         )
         self._work = work
+        self.shards: list[tuple[Any, nn.Parameter]] = []
         if distributed.is_initialized():
             self.world_size, self.is_first_process = distributed.get_world_size(), distributed.get_rank() == 0
+
+    def step_local_shards(self) -> None:
+        """Let the optimizer step what this process holds of each parameter: of a DTensor, a fused optimizer resolves
+        each step anew, which takes many seconds where a learning rate changes."""
+        for group in self.optimizers[0].param_groups:
+            for index, parameter in enumerate(group["params"]):
+                local = nn.Parameter(parameter.to_local().detach())
+                self.shards.append((parameter, local))
+                group["params"][index] = local
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        for parameter, local in self.shards:
+            if parameter.grad is not None:
+                local.grad, parameter.grad = parameter.grad.to_local(), None
+
+    def clip_gradients(self, largest: float) -> None:
+        if not self.shards:
+            super().clip_gradients(largest)
+            return
+        gradients = [local.grad for _, local in self.shards if local.grad is not None]
+        squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        distributed.all_reduce(squares)
+        torch._foreach_mul_(gradients, (largest / (squares.sqrt() + 1e-6)).clamp(max=1.0))
 
     def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
         if distributed.is_initialized():
@@ -150,12 +175,13 @@ def captured_steps(loop: PeerLoop) -> RunMicroBatch:
     optimizer, side, graph = loop.optimizers[0], torch.cuda.Stream(), torch.cuda.CUDAGraph()
     for group in optimizer.param_groups:
         group.update(capturable=True, lr=torch.tensor(float(group["lr"]), device=loop.device))
+    before = OF_SEVERAL if distributed.is_initialized() else STEPS_BEFORE_CAPTURE
     seen: list[Any] = []
     loss: Tensor | None = None
 
     def run(micro: MicroBatch) -> dict[str, Any]:
         nonlocal loss
-        if micro.index < STEPS_BEFORE_CAPTURE:
+        if micro.index < before:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 outputs = micro.run(micro.batch)
