@@ -1,0 +1,4 @@
+"""How many real silent faults of ``torch.compile`` our guards catch, each in a training of a few seconds.
+
+``python -m tests.catch_rate --out F`` runs them all, each in a process, and writes a line of JSON a case.
+"""
