@@ -6,54 +6,78 @@ import argparse
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.catch_rate import aot, dynamo, inductor  # noqa: F401
-from tests.catch_rate.case import CASES
-from tests.catch_rate.run import as_json, quietly, tried
+from tests.catch_rate import CASES
+from tests.catch_rate.case import Case
+from tests.catch_rate.page import rate, write_page
+from tests.catch_rate.run import FAILED, as_json, quietly, started, tried
 
-SECONDS = 240
+SECONDS = 300
+FORK = multiprocessing.get_context("fork")
 
 
 def _in_process(name: str, to: Any) -> None:
     quietly()
-    sys.stdout.flush()
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
-        to.send(as_json(tried(name)))
+        to.send(as_json(tried(CASES[name])))
+
+
+def line_of(case: Case) -> dict[str, Any]:
+    """What became of it, in a process of its own that may not take longer than ``SECONDS``."""
+    here, there = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_in_process, args=(case.name, there))
+    process.start()
+    there.close()
+    line = {**as_json(started(case)), "result": FAILED, "said": f"no answer in {SECONDS} s"}
+    try:
+        if here.poll(SECONDS):
+            line = here.recv()
+    except EOFError:
+        line["said"] = "the process ended"
+    process.kill()
+    process.join()
+    return line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.catch_rate", description=__doc__)
-    parser.add_argument("names", nargs="*", help="parts of the names of cases, or of the compiler")
-    parser.add_argument("--out", type=Path, help="the file for the lines, which are added to it")
+    parser.add_argument("names", nargs="*", help="parts of names, parts of the compiler, or `planted`")
+    parser.add_argument(
+        "--out", type=Path, help="the file for the lines; those of the same case and torch are replaced"
+    )
+    parser.add_argument("--page", type=Path, help="the page to make of that file, and of what was run before")
     given = parser.parse_args()
-    chosen = [one for one in CASES.values() if not given.names or any(n in one.name or n == one.part for n in given.names)]
+    lines = []
     with tempfile.TemporaryDirectory() as caches:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        for one in chosen:
-            here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
-            process = multiprocessing.get_context("fork").Process(target=_in_process, args=(one.name, there))
-            process.start()
-            there.close()
-            line = None
-            try:
-                if here.poll(SECONDS):
-                    line = here.recv()
-            except EOFError:
-                pass
-            process.kill()
-            process.join()
-            if line is None:
-                line = {"case": one.name, "result": "ended", "said": "no answer"}
-            print(f"{line['result']:20} {one.part:12} {one.name}: bare {line.get('differs')} {line.get('bare_ended') or ''} | step {line.get('step')} left {line.get('left')} {line.get('said')[:230]} ({line.get('seconds')} s)", flush=True)
+        for one in CASES.values():
+            names = (one.part, "planted" if one.planted is not None else "real")
+            if given.names and not any(name in one.name or name in names for name in given.names):
+                continue
+            line = line_of(one)
+            lines.append(line)
+            print(
+                f"{line['result']:16} {one.part}: {one.name}: alone {line['differs'] or line['bare_ended'] or 'as eager'}; "
+                f"under guards {line['left'] or 'as eager'}; step {line['step']}: {line['said']} ({line['seconds']} s)",
+                flush=True,
+            )
             if given.out is not None:
-                with given.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                add(given.out, line)
+    print(rate(lines))
+    if given.page is not None:
+        write_page(given.out, given.page)
+
+
+def add(path: Path, line: dict[str, Any]) -> None:
+    """Write a line to the file, in the place of an earlier one."""
+    before = [json.loads(one) for one in path.read_text().splitlines()] if path.exists() else []
+    kept = [one for one in before if (one["case"], one["torch"]) != (line["case"], line["torch"])]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in [*kept, line]))
 
 
 if __name__ == "__main__":

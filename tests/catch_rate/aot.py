@@ -27,7 +27,15 @@ class AliasedView(Block):
         return x + h * first
 
 
-@case("a write to an input that aliases another from some step on", "loss", AOT, 139789, reported="2.5, open", begins=5, steps=12)
+@case(
+    "a write to an input that aliases another from some step on",
+    "loss",
+    AOT,
+    139789,
+    reported="2.5, open",
+    begins=5,
+    steps=12,
+)
 class AliasLater(Block):
     step = 0
 
@@ -48,7 +56,14 @@ class AliasLater(Block):
         return x + block(x, left, right)
 
 
-@case("a detached result that shares its tensor with another", "gradient", AOT, 195664, reported="to 2.14", backend="inductor")
+@case(
+    "a detached result that shares its tensor with another",
+    "gradient",
+    AOT,
+    195664,
+    reported="to 2.14",
+    backend="inductor",
+)
 class DetachedTwin(Block):
     def forward(self, x: Tensor) -> Any:
         h = x + torch.tanh(self.linear(x))
@@ -60,7 +75,9 @@ class DetachedTwin(Block):
         return h + 0.5 * still
 
 
-@case("parts of a result, and the whole of it detached", "gradient", AOT, 195664, reported="to 2.14", backend="inductor")
+@case(
+    "parts of a result, and the whole of it detached", "gradient", AOT, 195664, reported="to 2.14", backend="inductor"
+)
 class DetachedBase(Block):
     def forward(self, x: Tensor) -> Any:
         h = x + torch.tanh(self.linear(x))
@@ -104,8 +121,14 @@ class _Masked(Block):
 
 
 @case(
-    "dropout drawn anew in the backward, by a memory budget", "gradient", AOT, 190758, 190717,
-    reported="2.13, open", backend="aot_eager_decomp_partition", own_numbers=True,
+    "dropout drawn anew in the backward, by a memory budget",
+    "gradient",
+    AOT,
+    190758,
+    190717,
+    reported="2.13, open",
+    backend="aot_eager_decomp_partition",
+    own_numbers=True,
 )
 class Budget(_Masked):
     @classmethod
@@ -114,15 +137,28 @@ class Budget(_Masked):
 
 
 @case(
-    "dropout drawn anew in the backward, under checkpoint", "gradient", AOT, 198333,
-    reported="2.13, open (CUDA)", backend="inductor", own_numbers=True,
+    "dropout drawn anew in the backward, under checkpoint",
+    "gradient",
+    AOT,
+    198333,
+    reported="2.13, open (CUDA)",
+    backend="inductor",
+    own_numbers=True,
 )
 class Recomputed(_Masked):
     def forward(self, x: Tensor) -> Any:
         return x + 0.1 * checkpoint(self.drop, self.gain, use_reentrant=False) * torch.tanh(self.linear(x))
 
 
-@case("autocast switched off within, and the backward", "gradient", AOT, 179804, 153044, reported="2.11", precision="bf16-mixed")
+@case(
+    "autocast switched off within, and the backward",
+    "gradient",
+    AOT,
+    179804,
+    153044,
+    reported="2.11",
+    precision="bf16-mixed",
+)
 class InnerAutocast(Block):
     def mix(self, h: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
@@ -190,10 +226,10 @@ class StridedView(Block):
 
 @case("a write through an alias under no_grad", "gradient", AOT, 122436, 95167, reported="2.3")
 class HiddenWrite(Block):
-    def mix(self, h: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
             self.linear.weight.view(-1).clamp_(-0.2, 0.2)
-        return h
+        return super().forward(x)
 
 
 @case("the same operation with and without gradients", "gradient", AOT, 114338, reported="2.2")
@@ -212,3 +248,11 @@ class MaxNorm(Block):
 
     def mix(self, h: Tensor) -> Tensor:
         return h + self.table(torch.arange(len(h)) % 8)
+
+
+@case("a write to a diagonal", "loss", AOT, 104463, reported="2.1")
+class DiagonalWritten(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        h = h * 1.0
+        h.diagonal().mul_(2.0)
+        return h

@@ -95,12 +95,12 @@ CASES: dict[str, Case] = {}
 def case(name: str, changes: str, part: str, *issues: int, reported: str, **more: Any) -> Callable[[type[Block]], Any]:
     """Enter a block into the table."""
     assert name not in CASES, name
-    assert changes in CHANGES and part in PARTS and issues, name
+    assert changes in CHANGES, name
+    assert part in PARTS, name
+    assert issues, name
 
     def enter(block: type[Block]) -> type[Block]:
-        CASES[name] = Case(
-            name=name, block=block, changes=changes, part=part, issues=issues, reported=reported, **more
-        )
+        CASES[name] = Case(name=name, block=block, changes=changes, part=part, issues=issues, reported=reported, **more)
         return block
 
     return enter

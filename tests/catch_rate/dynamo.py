@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import types
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -166,6 +169,63 @@ class GrowingList(Block):
         return torch.stack(list(grown())).sum(0)
 
 
+@case("a list that random.shuffle orders", "loss", DYNAMO, 197085, reported="2.14, open", steps=12)
+class Shuffled(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        order = list(range(WIDTH))
+        random.shuffle(order)
+        return h[:, order]
+
+
+@case("what random.sample takes", "loss", DYNAMO, 197085, reported="2.14, open", steps=12)
+class Sampled(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        taken = random.sample(range(WIDTH), WIDTH // 2)
+        return h[:, taken].sum(1, keepdim=True) * 0.1
+
+
+@case("a random.Random of the module's own", "loss", DYNAMO, 145445, 196437, reported="2.6, open", steps=12)
+class OwnRandom(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(0)
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h * self.random.random()
+
+
+@case("numbers of numpy.random", "random numbers", DYNAMO, 116746, reported="2.2, open", steps=12)
+class NumpyRandom(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        return h * torch.from_numpy(np.random.uniform(0.0, 1.0, WIDTH)).float()
+
+
+@case("a forward that is replaced within the forward", "loss", DYNAMO, 167400, reported="2.9")
+class PatchedWithin(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: nn.Module = nn.Tanh()
+
+    def mix(self, h: Tensor) -> Tensor:
+        self.act.forward = lambda one: one * h  # type: ignore[method-assign]
+        return self.act(h)
+
+
+@case("move_to_end of an OrderedDict", "other state", DYNAMO, 198189, reported="2.14, open")
+class Recent(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = OrderedDict(a=1, b=2, c=3)
+
+    def mix(self, h: Tensor) -> Tensor:
+        self.recent.move_to_end("a")
+        return h
+
+    @classmethod
+    def observed(cls, module: Any) -> list[float]:
+        return [float(list(one.recent).index("a")) for one in module.net.blocks]
+
+
 @case("requires_grad after detach_()", "gradient", DYNAMO, 176854, reported="2.10")
 class Detached(Block):
     def mix(self, h: Tensor) -> Tensor:
@@ -224,7 +284,7 @@ class SavedTensors(Block):
             return super().loss(module, batch)
 
 
-# ---- graphs that are used again ---------------------------------------------------------------------------------------
+# ---- graphs that are used again -------------------------------------------------------------------------------------
 
 
 @case("an attribute of a class that changes", "loss", DYNAMO, 176851, reported="2.3 on, open", **LATER)
@@ -310,7 +370,9 @@ class GlobalFunction(Block):
             globals()["_activation"] = torch.cos
 
 
-@case("an attribute of the instance that changes", "loss", DYNAMO, 124357, 124717, 98928, reported="2.0 to 2.3", **LATER)
+@case(
+    "an attribute of the instance that changes", "loss", DYNAMO, 124357, 124717, 98928, reported="2.0 to 2.3", **LATER
+)
 class InstanceAttribute(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -397,11 +459,10 @@ class FrozenForATime(Block):
 
 @case("a nested region that reads a global", "loss", DYNAMO, 191821, reported="to 2.14", whole=True)
 class NestedRegion(Block):
-    held: ClassVar[dict[str, Tensor]] = {}
-
     def mix(self, h: Tensor) -> Tensor:
+        global _held
         for factor in (0.5, 2.0):
-            globals()["_held"] = h * factor
+            _held = h * factor
             h = _held_sine()
         return h
 

@@ -23,7 +23,7 @@ class SliceScatter(Block):
         self.put = nn.Parameter(torch.ones(8, 6))
 
     def mix(self, h: Tensor) -> Tensor:
-        return torch.slice_scatter(h, self.put, 1, 0, 6).sum(1, keepdim=True)
+        return torch.slice_scatter(h, self.put, 1, 0, 6).sum(1, keepdim=True) * 0.1
 
 
 @case("diagonal_scatter, summed", "gradient", INDUCTOR, 182012, reported="to 2.13", **ON)
@@ -189,7 +189,9 @@ def _scaled(h: Tensor) -> Tensor:
     return h * SCALE[0]
 
 
-@case("a cached graph with an opaque function that is another now", "loss", INDUCTOR, 194658, reported="2.14, open", **ON)
+@case(
+    "a cached graph with an opaque function that is another now", "loss", INDUCTOR, 194658, reported="2.14, open", **ON
+)
 class StaleCache(Block):
     """The one who compiles first has another scale, as an earlier process of the same script has."""
 
@@ -254,3 +256,58 @@ class LocalBuffer(Block):
 class LargeNorm(Block):
     def mix(self, h: Tensor) -> Tensor:
         return functional.layer_norm(h * 100 + 1000, (WIDTH,))
+
+
+@case("a softmax of very large numbers", "loss", INDUCTOR, 163932, 161150, 100775, reported="2.1 on, open", **ON)
+class LargeSoftmax(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1e14))
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h + (h.detach() * self.scale).softmax(-1)
+
+
+@case("the sum of a softmax, rounded down", "loss", INDUCTOR, 189787, reported="2.13, open", **ON)
+class FlooredSum(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        return h * functional.softmax(h.detach() * 3, -1).sum(-1, keepdim=True).floor()
+
+
+@case("a shift by as many bits as there are", "loss", INDUCTOR, 143555, 143566, reported="2.6", **ON)
+class Shifted(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        bits = torch.full((WIDTH,), 1000) + (h.detach()[0] > 2)
+        return h * (1 + torch.bitwise_right_shift(bits, torch.full((WIDTH,), 64)).float() / 1000)
+
+
+@case("a write in place after the same operation", "loss", INDUCTOR, 94777, reported="2.0", **ON)
+class LogTwice(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        x = h.square() + 1.5
+        y = torch.log(x)
+        x.log_()
+        return y
+
+
+@case("a complex view of a result that is read twice", "loss", INDUCTOR, 122457, reported="2.3 (CUDA)", **ON)
+class ComplexView(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        z = torch.view_as_complex((h + 1).view(8, 8, 2))
+        first = torch.view_as_real(z) + 1
+        return (first + 0.5 * torch.view_as_real(z + 1)).reshape(8, WIDTH)
+
+
+@case("addcdiv_ by a number read from a tensor", "loss", INDUCTOR, 185382, reported="2.12", whole=True, **ON)
+class ReadNumber(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def mix(self, h: Tensor) -> Tensor:
+        moved = h.detach().clone()
+        for _ in range(3):
+            self.count.add_(1)
+            size = 0.1 / (1 - 0.9 ** self.count.item())
+            moved.addcdiv_(h.detach(), moved.square() + 1, value=-size)
+        return h + moved

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 import torch
-from crucible import RunRecord, Strategy
+from crucible import Strategy
 from torch import Tensor, nn
 
-from tests.catch_rate.case import CASES, Case
-from tests.promises.architectures import alarm
+from tests.catch_rate.case import Case
+from tests.promises.planted import Clock
 from tests.promises.training import CLOSE, WIDTH, Outcome, apart, train, vectors
 
-FIRST, AUDIT, HEALED, GUARD, REFUSED = "first check", "audit", "healed", "guard", "does not compile"
-MISSED, ABSENT, ALARM, FAILED = "not caught", "not in this version", "false alarm", "ended"
-CAUGHT = (FIRST, AUDIT, HEALED, GUARD, REFUSED)
+FIRST, AUDIT, HEALED = "first check", "audit", "healed"
+REFUSED, AVOIDED, MISSED = "does not compile", "does not show", "not caught"
+ABSENT, LOUD, ALARM, FAILED = "not there", "an error", "false alarm", "ended"
+RESULTS = {
+    FIRST: "the check of the first call of its kind found it: eager from the next step on",
+    AUDIT: "a later check found it: eager from the next step on",
+    HEALED: "a check found it, and what helps was used",
+    REFUSED: "what the fault is in was not compiled: eager, with a line that says so",
+    AVOIDED: "compiled, and the training is eager's: settings of ours keep it away",
+    MISSED: "the training is not eager's, and nothing was said",
+    ABSENT: "torch.compile alone trains as eager does",
+    LOUD: "torch.compile alone ends with an error, which is not silent",
+    ALARM: "torch.compile alone trains as eager does, and a check called it different",
+    FAILED: "a training that ended",
+}
+CAUGHT = (FIRST, AUDIT, HEALED, REFUSED, AVOIDED)
 
 
 class Net(nn.Module):
@@ -126,37 +140,47 @@ def _moved_apart(eager: Tensor, seen: Tensor, begun: Tensor) -> float:
 
 
 def trained(case: Case, strategies: list[Strategy] | None, *callbacks: L.Callback) -> Outcome:
+    Clock.step = 0
     return train(
         lambda: Training(case),
         strategies,
         data=vectors(case.steps),
         validation=vectors(1, seed=1) if case.validates else None,
-        callbacks=callbacks,
+        callbacks=[Clock(), *callbacks],
         precision=case.precision,
         **({"val_check_interval": 3} if case.validates else {}),
     )
 
 
-def tried(name: str) -> Line:
-    """Train it three times."""
-    case = CASES[name]
-    began = time.perf_counter()
-    line = Line(
-        case=name, torch=torch.__version__.split("+")[0], planted=case.planted is not None, part=case.part,
-        changes=case.changes, issues=list(case.issues), reported=case.reported, backend=case.backend,
+def started(case: Case) -> Line:
+    return Line(
+        case=case.name,
+        torch=torch.__version__.partition("+")[0],
+        planted=case.planted is not None,
+        part=case.part,
+        changes=case.changes,
+        issues=list(case.issues),
+        reported=case.reported,
+        backend="planted" if case.planted is not None else case.backend,
     )
-    backend = case.planted() if case.planted is not None else case.backend
+
+
+def tried(case: Case) -> Line:
+    """Train it three times."""
+    began = time.perf_counter()
+    line = started(case)
     eager = trained(case, None)
-    if eager.ended is not None:
+    if eager.ended is not None or not all(map(math.isfinite, eager.losses)):
         line.result, line.said = FAILED, f"eager: {eager.end}"
         return line
-    bare = trained(case, None, Bare(case, backend))
-    line.bare_ended = None if bare.ended is None else bare.end
+    bare = trained(case, None, Bare(case, case.planted() if case.planted is not None else case.backend))
+    line.bare_ended = None if bare.ended is None else bare.end.partition(" (/")[0]
     if bare.ended is None:
         line.differs = distances(case, eager, bare)
     line.there = bool(line.differs)
-    ours = trained(case, case.strategies(case.planted() if case.planted is not None else backend))
-    _judge(line, case, eager, ours)
+    _judge(
+        line, case, eager, trained(case, case.strategies(case.planted() if case.planted is not None else case.backend))
+    )
     line.seconds = round(time.perf_counter() - began, 1)
     return line
 
@@ -168,23 +192,21 @@ def _judge(line: Line, case: Case, eager: Outcome, ours: Outcome) -> None:
         return
     line.left = distances(case, eager, ours)
     events = [one for one in record.events if one.kind == "fallback"]
-    line.said = "; ".join(one.reason for one in events)[:400] or "; ".join(record.eager_parts.values())[:400]
-    line.step = min((one.step or 0 for one in events), default=None)
-    called = alarm(record)
-    if called is not None:
-        line.said = line.said or called
-        found = FIRST if called.startswith("first") else AUDIT
-        line.result = found if line.there or line.bare_ended else ALARM
-    elif any("it passes, from step" in one.reason for one in events):
-        line.result = HEALED if line.there or line.bare_ended else ALARM
-    elif not line.there:
-        line.result = ABSENT
+    said = [one.reason for one in events] or list(dict.fromkeys(record.eager_parts.values()))
+    line.said = "; ".join(one.partition("\n")[0] for one in said)[:400]
+    line.step = None if not events else min(one.step or 0 for one in events) + 1
+    differed = any("not eager's" in one for one in said)
+    audited = record.audits is not None and record.audits.verdict in ("went eager", "failed")
+    if not line.there:
+        line.result = ALARM if differed else ABSENT if line.bare_ended is None else LOUD
+    elif any("it passes, from step" in one for one in said) and not line.left:
+        line.result = HEALED
+    elif differed:
+        line.result = AUDIT if audited else FIRST
     elif line.left:
         line.result = MISSED
-    elif record.eager_parts:
-        line.result = REFUSED
     else:
-        line.result = GUARD
+        line.result = REFUSED if record.eager_parts else AVOIDED
 
 
 def as_json(line: Line) -> dict[str, Any]:
