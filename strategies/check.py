@@ -47,7 +47,7 @@ NOISES = 6
 few numbers decide (the one example with a loss), one run's noise may be small by chance."""
 TRIES = 3
 """Seeds under each of which eager that draws as Inductor has to differ: numbers next to a rate may round either way."""
-SLOPES, STEP = 4, 1e-2
+SLOPES, STEP = 6, 1e-2
 """Seeds under each of which a gradient has to be that of its own forward, and how far weights are moved for that."""
 SLOPE_NOISE, SLOPE_LEAST = 8.0, 0.05
 """How many times eager's own distance that may be away, and what is never called one: relative to the change by each
@@ -576,20 +576,21 @@ class _Runs:
     def slopes_apart(self, compiled: Callable[..., Any]) -> list[Difference]:
         """Whether the gradients of ``compiled`` are those of its own forward, to the numbers that were drawn in it.
 
-        Means do not show that: a backward that draws another mask than its forward has used has the same ones.
+        Means do not show that: a backward that draws another mask than its forward has used has the same ones. A jump
+        of the forward (another expert is chosen) shows under some seeds, such a mask under nearly all.
         """
         found: list[Difference] = []
         with contextlib.suppress(Exception):  # too little memory, or no numbers: then nothing is shown
-            seen = self._slope(compiled)
+            seen = self._slopes(compiled)[SLOPES // 2 - 1]
             if seen > SLOPE_LEAST:
-                tolerance = max(SLOPE_LEAST, SLOPE_NOISE * self._slope(self.eager))
+                tolerance = max(SLOPE_LEAST, SLOPE_NOISE * self._slopes(self.eager)[-1])
                 found = [Difference(kind="gradient", name="by its own forward", difference=seen, tolerance=tolerance)]
         return found
 
-    def _slope(self, call: Callable[..., Any]) -> float:
+    def _slopes(self, call: Callable[..., Any]) -> list[float]:
         """How far what ``call``'s outputs gain, when all weights are moved a little, is from what its gradients say;
-        relative to the change by each weight alone, over several seeds."""
-        squares = []
+        relative to the change by each weight alone, under each of several seeds, the least first."""
+        found = []
         for seed in range(SEED, SEED + SLOPES):
             gradients = self.run(call, seed=seed).gradients
             gains = []
@@ -598,11 +599,9 @@ class _Runs:
                     outputs = [one for one in self.run(call, seed=seed).outputs.values() if one.is_floating_point()]
                 pairs = zip(outputs, self._output_gradients(outputs), strict=True)
                 gains.append(float(sum((one.double() * by.double()).sum() for one, by in pairs)))
-            each = [(one.double() * moves[name].double()).flatten() for name, one in gradients.items()]
-            size = float(torch.cat(each).norm())
-            said = float(torch.cat(each).sum())
-            squares.append((((gains[0] - gains[1]) / 2 - said) / size) ** 2 if size else 0.0)
-        return math.sqrt(sum(squares) / len(squares))
+            each = torch.cat([(one.double() * moves[name].double()).flatten() for name, one in gradients.items()])
+            found.append(abs((gains[0] - gains[1]) / 2 - float(each.sum())) / max(float(each.norm()), 1e-30))
+        return sorted(found)
 
 
 def _threes(tensors: Tensors, first: Tensors) -> dict[str, Tensor]:

@@ -775,8 +775,10 @@ def _compiled_node(node: Any) -> Any:
 def _shared_memory(args: tuple[Any, ...]) -> Any:
     """Which of the arguments are the same memory in part. No graph is guarded by that, and one that writes to an
     argument depends on it: https://github.com/pytorch/pytorch/issues/139789."""
-    if len(args) < 2 or not (groups := overlapping(args)):
+    given = [one for one in args if type(one) is Tensor and not one.requires_grad and one.layout is torch.strided]
+    if len(given) < 2 or len({one.untyped_storage().data_ptr() for one in given}) == len(given):
         return ()
+    groups = overlapping(given)
     places = {id(one): place for place, one in enumerate(args)}
     return tuple(tuple(places[id(one)] for one in group) for group in groups)
 

@@ -61,11 +61,9 @@ def main() -> None:
                 continue
             line = line_of(one)
             lines.append(line)
-            print(
-                f"{line['result']:16} {one.part}: {one.name}: alone {line['differs'] or line['bare_ended'] or 'as eager'}; "
-                f"under guards {line['left'] or 'as eager'}; step {line['step']}: {line['said']} ({line['seconds']} s)",
-                flush=True,
-            )
+            alone, ours = line["differs"] or line["bare_ended"] or "as eager", line["left"] or "as eager"
+            words = f"{line['result']:16} {one.part}: {one.name}: alone {alone}; under guards {ours}; {line['said']}"
+            print(f"{words} ({line['seconds']} s)", flush=True)
             if given.out is not None:
                 add(given.out, line)
     print(rate(lines))

@@ -44,6 +44,10 @@ class Block(nn.Module):
         """Called before the training: what of the class another training has left is put back."""
 
     @classmethod
+    def earlier(cls, begins: bool) -> None:
+        """Called around a training that goes before, in the place of an earlier process: see ``Case.after_another``."""
+
+    @classmethod
     def before_step(cls, module: Any, step: int) -> None:
         """Called before the step of that number, which begins at 1."""
 
@@ -80,6 +84,8 @@ class Case:
     steps: int = 8
     validates: bool = False
     precision: str = "32-true"
+    after_another: bool = False
+    """Whether each training comes after another one of the same kind, whose compile caches it finds."""
     own_numbers: bool = False
     """Whether compiled code may draw other random numbers than eager: then ``observed`` alone is compared."""
     planted: Callable[[], str] | None = None

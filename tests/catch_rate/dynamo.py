@@ -6,6 +6,7 @@ import random
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -218,7 +219,7 @@ class Recent(Block):
         self.recent = OrderedDict(a=1, b=2, c=3)
 
     def mix(self, h: Tensor) -> Tensor:
-        self.recent.move_to_end("a")
+        self.recent.move_to_end(next(iter(self.recent)))
         return h
 
     @classmethod
@@ -462,9 +463,14 @@ class NestedRegion(Block):
     def mix(self, h: Tensor) -> Tensor:
         global _held
         for factor in (0.5, 2.0):
-            _held = h * factor
+            _held = Held(h * factor)
             h = _held_sine()
         return h
+
+
+@dataclass
+class Held:
+    value: Tensor
 
 
 _held: Any = None
@@ -472,7 +478,7 @@ _held: Any = None
 
 @torch.compiler.nested_compile_region
 def _held_sine() -> Tensor:
-    return torch.sin(_held)
+    return torch.sin(_held.value)
 
 
 @case("cross entropy's class weights that change", "loss", DYNAMO, 98928, reported="2.0", **LATER)
@@ -483,7 +489,7 @@ class ExchangedWeights(Block):
 
     def mix(self, h: Tensor) -> Tensor:
         target = torch.arange(len(h)) % WIDTH
-        return h + functional.cross_entropy(h, target, weight=self.weights)
+        return h + 0.1 * functional.cross_entropy(h, target, weight=self.weights)
 
     @classmethod
     def before_step(cls, module: Any, step: int) -> None:

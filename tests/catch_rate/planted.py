@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.catch_rate.case import AOT, INDUCTOR, Block, case
+from tests.catch_rate.case import AOT, DYNAMO, INDUCTOR, Block, case
 from tests.promises.planted import Call, Edit, Fault, backend, floating, gradient, nodes
 from tests.promises.training import WIDTH
 
@@ -97,6 +97,26 @@ class Averaged(Block):
         with torch.no_grad():
             self.mean.lerp_(h.mean(0), 0.1)
         return h - self.mean
+
+
+class Schedule:
+    factor = 0.5
+
+
+@torch._dynamo.assume_constant_result
+def _factor() -> float:
+    return Schedule.factor
+
+
+class Unguarded(Block):
+    """Reads an attribute of a class where Dynamo looks once, in any version."""
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h * _factor()
+
+    @classmethod
+    def before_step(cls, module: Any, step: int) -> None:
+        Schedule.factor = 0.5 if step < 5 else 1.5
 
 
 def _first_half(one: Tensor) -> Tensor:
@@ -327,3 +347,13 @@ case(
     **ON,
     **by(lambda call: floating(call.run(), _rounded)),
 )(Block)
+case(
+    "an attribute of a class that no guard looks at",
+    "loss",
+    DYNAMO,
+    176851,
+    reported="2.3 on",
+    begins=5,
+    steps=12,
+    planted=lambda: "aot_eager",
+)(Unguarded)

@@ -22,7 +22,7 @@ FIRST, AUDIT, HEALED = "first check", "audit", "healed"
 REFUSED, AVOIDED, MISSED = "does not compile", "does not show", "not caught"
 ABSENT, LOUD, ALARM, FAILED = "not there", "an error", "false alarm", "ended"
 RESULTS = {
-    FIRST: "the check of the first call of its kind found it: eager from the next step on",
+    FIRST: "the check of the first call of its kind found it, before anything was trained with it",
     AUDIT: "a later check found it: eager from the next step on",
     HEALED: "a check found it, and what helps was used",
     REFUSED: "what the fault is in was not compiled: eager, with a line that says so",
@@ -140,6 +140,14 @@ def _moved_apart(eager: Tensor, seen: Tensor, begun: Tensor) -> float:
 
 
 def trained(case: Case, strategies: list[Strategy] | None, *callbacks: L.Callback) -> Outcome:
+    if case.after_another:
+        case.block.earlier(True)
+        _trained(case, strategies, *callbacks)
+        case.block.earlier(False)
+    return _trained(case, strategies, *callbacks)
+
+
+def _trained(case: Case, strategies: list[Strategy] | None, *callbacks: L.Callback) -> Outcome:
     Clock.step = 0
     return train(
         lambda: Training(case),
@@ -202,7 +210,7 @@ def _judge(line: Line, case: Case, eager: Outcome, ours: Outcome) -> None:
     elif any("it passes, from step" in one for one in said) and not line.left:
         line.result = HEALED
     elif differed:
-        line.result = AUDIT if audited else FIRST
+        line.result = AUDIT if audited or line.left else FIRST
     elif line.left:
         line.result = MISSED
     else:
