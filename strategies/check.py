@@ -720,8 +720,8 @@ def _copied(
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Places in its storage of its first element, and behind its last."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.storage_offset(), tensor.storage_offset() + sum((length - 1) * by for length, by in pairs) + 1
+    first = int(tensor.storage_offset())
+    return first, first + 1 + sum((length - 1) * by for length, by in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def overlapping(values: Iterable[Any]) -> list[list[Tensor]]:

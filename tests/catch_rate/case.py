@@ -27,7 +27,8 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (x,) = args
         return x + self.mix(torch.tanh(self.linear(x)))
 
     def mix(self, h: Tensor) -> Tensor:

@@ -111,8 +111,7 @@ class _Tangent(torch.autograd.Function):
 class FuncJvp(Block):
     def mix(self, h: Tensor) -> Tensor:
         at = h.detach()
-        _, tangent = torch.func.jvp(_Tangent.apply, (at,), (torch.ones_like(at),))
-        return h * tangent
+        return h * torch.func.jvp(_Tangent.apply, (at,), (torch.ones_like(at),))[1]
 
 
 # ---- what Python does ------------------------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ class PatchedWithin(Block):
         self.act: nn.Module = nn.Tanh()
 
     def mix(self, h: Tensor) -> Tensor:
-        self.act.forward = lambda one: one * h  # type: ignore[method-assign]
+        self.act.forward = lambda one: one * h
         return self.act(h)
 
 
@@ -483,6 +482,8 @@ def _held_sine() -> Tensor:
 
 @case("cross entropy's class weights that change", "loss", DYNAMO, 98928, reported="2.0", **LATER)
 class ExchangedWeights(Block):
+    weights: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("weights", torch.ones(WIDTH))

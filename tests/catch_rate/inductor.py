@@ -184,9 +184,11 @@ class Denormal(Block):
 SCALE = [0.5]
 
 
-@torch._dynamo.allow_in_graph
-def _scaled(h: Tensor) -> Tensor:
+def _by_scale(h: Tensor) -> Tensor:
     return h * SCALE[0]
+
+
+_scaled = torch._dynamo.allow_in_graph(_by_scale)
 
 
 @case(
@@ -262,6 +264,8 @@ class LargeNorm(Block):
 
 @case("a softmax of very large numbers", "loss", INDUCTOR, 163932, 161150, 100775, reported="2.1 on, open", **ON)
 class LargeSoftmax(Block):
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(1e14))
@@ -302,6 +306,8 @@ class ComplexView(Block):
 
 @case("addcdiv_ by a number read from a tensor", "loss", INDUCTOR, 185382, reported="2.12", whole=True, **ON)
 class ReadNumber(Block):
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))

@@ -89,6 +89,8 @@ class Scattered(Block):
 class Averaged(Block):
     """Keeps a running mean of what it sees."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -103,9 +105,11 @@ class Schedule:
     factor = 0.5
 
 
-@torch._dynamo.assume_constant_result
-def _factor() -> float:
+def _now() -> float:
     return Schedule.factor
+
+
+_factor = torch._dynamo.assume_constant_result(_now)
 
 
 class Unguarded(Block):

@@ -47,7 +47,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for block in self.blocks:
+        blocks: Any = self.blocks
+        for block in blocks:
             x = type(block).called(block, x)
         return self.head(x)
 
@@ -149,6 +150,7 @@ def trained(case: Case, strategies: list[Strategy] | None, *callbacks: L.Callbac
 
 def _trained(case: Case, strategies: list[Strategy] | None, *callbacks: L.Callback) -> Outcome:
     Clock.step = 0
+    options: dict[str, Any] = {"val_check_interval": 3} if case.validates else {}
     return train(
         lambda: Training(case),
         strategies,
@@ -156,7 +158,7 @@ def _trained(case: Case, strategies: list[Strategy] | None, *callbacks: L.Callba
         validation=vectors(1, seed=1) if case.validates else None,
         callbacks=[Clock(), *callbacks],
         precision=case.precision,
-        **({"val_check_interval": 3} if case.validates else {}),
+        **options,
     )
 
 
