@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
-from strategies.region_check import Outcome, check_call, written_to
+from strategies.region_check import Outcome, check_call, overlapping, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, allow, functions_behind, known
 from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
@@ -659,6 +659,7 @@ class Region(StandIn):
             self.layout,
             torch.is_grad_enabled(),
             self.module.training,
+            _shared_memory(args),
             *map(_shape_of, args),
             *((name, _shape_of(one)) for name, one in kwargs.items()),
         )
@@ -769,6 +770,17 @@ def _compiled_node(node: Any) -> Any:
             return node
         node = node.next_functions[0][0] if node.next_functions else None
     return None
+
+
+def _shared_memory(args: tuple[Any, ...]) -> Any:
+    """Which of the arguments are the same memory in part. No graph is guarded by that, and one that writes to an
+    argument depends on it: https://github.com/pytorch/pytorch/issues/139789."""
+    given = [one for one in args if type(one) is Tensor and not one.requires_grad and one.layout is torch.strided]
+    if len(given) < 2 or len({one.untyped_storage().data_ptr() for one in given}) == len(given):
+        return ()
+    groups = overlapping(given)
+    places = {id(one): place for place, one in enumerate(args)}
+    return tuple(tuple(places[id(one)] for one in group) for group in groups)
 
 
 def _shape_of(value: Any) -> Any:

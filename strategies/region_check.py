@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -46,6 +47,11 @@ NOISES = 6
 few numbers decide (the one example with a loss), one run's noise may be small by chance."""
 TRIES = 3
 """Seeds under each of which eager that draws as Inductor has to differ: numbers next to a rate may round either way."""
+SLOPES, STEP = 6, 1e-2
+"""Seeds under each of which a gradient has to be that of its own forward, and how far weights are moved for that."""
+SLOPE_NOISE, SLOPE_LEAST = 8.0, 0.05
+"""How many times eager's own distance that may be away, and what is never called one: relative to the change by each
+weight alone."""
 ERRORS = 7.0
 """Standard errors that two means may be apart: with 14 degrees of freedom or more, that is no chance."""
 
@@ -285,6 +291,8 @@ def _compared(
                 outcome.differences = runs.across_seeds(compiled, seeds, unit, multiple)
                 if not outcome.wrong:
                     break
+            if not outcome.wrong and eager.gradients:
+                outcome.differences += runs.slopes_apart(compiled)
     if eager.left != runs.state.began:  # its next call may read what it has left; where that is a guard, all is well
         with torch.compiler.set_stance("fail_on_recompile"):
             run_compiled(calls=2)
@@ -427,13 +435,7 @@ class _Runs:
         reached = [_reached(one, self._parameters) for one in tensors.values()]
         if not roots or not (wanted or of_inputs):
             return {}, {}, reached
-        generators: dict[torch.device, torch.Generator] = {}
-        weights = []
-        for one in roots.values():
-            if one.device not in generators:
-                generators[one.device] = torch.Generator(one.device).manual_seed(SEED)
-            drawn = torch.randn(one.shape, generator=generators[one.device], device=one.device)
-            weights.append((drawn if one.dim() else torch.full_like(drawn, self._of_loss)).to(one.dtype))
+        weights = self._output_gradients(roots.values())
         every = [*wanted.values(), *of_inputs.values()]
         with without_hooks(self.module):
             found = torch.autograd.grad(list(roots.values()), every, weights, allow_unused=True)
@@ -443,6 +445,16 @@ class _Runs:
             {name: named[name] for name in of_inputs if named[name] is not None},
             reached,
         )
+
+    def _output_gradients(self, outputs: Iterable[Tensor]) -> list[Tensor]:
+        generators: dict[torch.device, torch.Generator] = {}
+        gradients = []
+        for one in outputs:
+            if one.device not in generators:
+                generators[one.device] = torch.Generator(one.device).manual_seed(SEED)
+            drawn = torch.randn(one.shape, generator=generators[one.device], device=one.device)
+            gradients.append((drawn if one.dim() else torch.full_like(drawn, self._of_loss)).to(one.dtype))
+        return gradients
 
     @contextlib.contextmanager
     def altering(self, *, finite: bool = False) -> Iterator[None]:
@@ -561,6 +573,36 @@ class _Runs:
                 sample("rounded", eager, SEED + number, off=unit)
         return _apart_in_means(samples, unit, multiple)
 
+    def slopes_apart(self, compiled: Callable[..., Any]) -> list[Difference]:
+        """Whether the gradients of ``compiled`` are those of its own forward, to the numbers that were drawn in it.
+
+        Means do not show that: a backward that draws another mask than its forward has used has the same ones. A jump
+        of the forward (another expert is chosen) shows under some seeds, such a mask under nearly all.
+        """
+        found: list[Difference] = []
+        with contextlib.suppress(Exception):  # too little memory, or no numbers: then nothing is shown
+            seen = self._slopes(compiled)[SLOPES // 2 - 1]
+            if seen > SLOPE_LEAST:
+                tolerance = max(SLOPE_LEAST, SLOPE_NOISE * self._slopes(self.eager)[-1])
+                found = [Difference(kind="gradient", name="by its own forward", difference=seen, tolerance=tolerance)]
+        return found
+
+    def _slopes(self, call: Callable[..., Any]) -> list[float]:
+        """How far what ``call``'s outputs gain, when all weights are moved a little, is from what its gradients say;
+        relative to the change by each weight alone, under each of several seeds, the least first."""
+        found = []
+        for seed in range(SEED, SEED + SLOPES):
+            gradients = self.run(call, seed=seed).gradients
+            gains = []
+            for sign in (1.0, -1.0):
+                with _moved(self._parameters, sign * STEP) as moves, self.altering():
+                    outputs = [one for one in self.run(call, seed=seed).outputs.values() if one.is_floating_point()]
+                pairs = zip(outputs, self._output_gradients(outputs), strict=True)
+                gains.append(float(sum((one.double() * by.double()).sum() for one, by in pairs)))
+            each = torch.cat([(one.double() * moves[name].double()).flatten() for name, one in gradients.items()])
+            found.append(abs((gains[0] - gains[1]) / 2 - float(each.sum())) / max(float(each.norm()), 1e-30))
+        return sorted(found)
+
 
 def _threes(tensors: Tensors, first: Tensors) -> dict[str, Tensor]:
     """Of each tensor ``(3,)``, on the host: length, length along the first run's tensor, and distance from that; not
@@ -637,28 +679,64 @@ def _copied(
     copies: dict[int, Tensor] = {}
     named: dict[str, Tensor] = {}
     versions: dict[str, tuple[Tensor, int]] = {}
+    shared = {id(one): group for group in overlapping(pytree.tree_leaves(given)) for one in group}
+    bases: dict[int, Tensor] = {}
+
+    def altered(made: Tensor) -> Tensor:
+        if made.is_floating_point():
+            if finite:
+                made = _as_numbers(made)
+            if off:
+                generator = torch.Generator(made.device).manual_seed(SEED + 1000 * number)
+                sign = torch.empty(made.shape, device=made.device).bernoulli_(0.5, generator=generator) * 2 - 1
+                made = made * (1 + max(off, torch.finfo(made.dtype).eps) * sign).to(made.dtype)
+            if dtype is not None:
+                made = made.to(dtype)
+        return made
+
+    def within(tensor: Tensor, group: list[Tensor]) -> Tensor:
+        """Its part of a copy of the memory that it shares with others."""
+        spans = [_span(one) for one in group]
+        began = min(first for first, _ in spans)
+        if id(group) not in bases:
+            flat = group[0].detach().as_strided((max(last for _, last in spans) - began,), (1,), began)
+            bases[id(group)] = altered(flat.clone())
+        return bases[id(group)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - began)
 
     def copy(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            made = clone(tensor.detach())
-            if made.is_floating_point():
-                if finite:
-                    made = _as_numbers(made)
-                if off:
-                    generator = torch.Generator(made.device).manual_seed(SEED + 1000 * number)
-                    sign = torch.empty(made.shape, device=made.device).bernoulli_(0.5, generator=generator) * 2 - 1
-                    made = made * (1 + max(off, torch.finfo(made.dtype).eps) * sign).to(made.dtype)
-                if dtype is not None:
-                    made = made.to(dtype)
+            group = shared.get(id(tensor))
+            made = altered(clone(tensor.detach())) if group is None else within(tensor, group)
             if tensor.requires_grad:
                 made.requires_grad_()
             named[f"input {len(named)}"] = made
             # What was computed may be written to in place, and a leaf that wants gradients may not.
-            copies[id(tensor)] = made if tensor.is_leaf else clone(made)
+            copies[id(tensor)] = made if tensor.is_leaf or group is not None else clone(made)
             versions[f"input {len(versions)}"] = copies[id(tensor)], version_of(copies[id(tensor)])
         return copies[id(tensor)]
 
     return pytree.tree_map_only(Tensor, copy, given), named, versions
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Places in its storage of its first element, and behind its last."""
+    first = int(tensor.storage_offset())
+    return first, first + 1 + sum((length - 1) * by for length, by in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def overlapping(values: Iterable[Any]) -> list[list[Tensor]]:
+    """Plain tensors without gradients that share memory, group by group: a write to one is one to the others."""
+    by_storage: dict[Any, dict[int, Tensor]] = {}
+    for one in values:
+        if type(one) is Tensor and not one.requires_grad and one.layout is torch.strided and one.numel():
+            by_storage.setdefault((one.untyped_storage().data_ptr(), one.dtype), {})[id(one)] = one
+    groups = []
+    for key, found in by_storage.items():
+        spans = sorted(map(_span, found.values()))
+        apart = all(last <= first for (_, last), (first, _) in itertools.pairwise(spans))
+        if key[0] and not apart:
+            groups.append([*found.values()])
+    return groups
 
 
 def version_of(tensor: Tensor) -> int:
@@ -754,6 +832,25 @@ def _perturbed(module: nn.Module, unit: float, number: int = 0) -> Iterator[None
             sign = torch.empty(data.shape, device=data.device).bernoulli_(0.5, generator=generator) * 2 - 1
             tensor.data = data * (1 + max(unit, torch.finfo(data.dtype).eps) * sign).to(data.dtype)
         yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+
+
+@contextlib.contextmanager
+def _moved(parameters: Tensors, step: float) -> Iterator[dict[str, Tensor]]:
+    """Inside, every weight is moved by ``step`` of its tensor's size, up or down; what one step of 1 up would be."""
+    kept = [(one, one.data) for one in parameters.values()]
+    moves: dict[str, Tensor] = {}
+    try:
+        for place, (name, tensor) in enumerate(parameters.items()):
+            data = tensor.data
+            generator = torch.Generator(data.device).manual_seed(SEED + place)
+            sign = torch.empty(data.shape, device=data.device).bernoulli_(0.5, generator=generator) * 2 - 1
+            size = data.float().square().mean().sqrt().clamp(min=STEP)
+            moves[name] = abs(step) * size * sign
+            tensor.data = data + (step * size * sign).to(data.dtype)
+        yield moves
     finally:
         for tensor, data in kept:
             tensor.data = data

@@ -57,6 +57,8 @@ MOST_BYTES = 256 << 20
 """Of arrays, tensors, texts and containers that are copied, beside the region's own weights and buffers."""
 _OF_AN_ENTRY = 64
 """Bytes that an entry of a container counts for: it is looked at again after each run."""
+FEW = 64
+"""Entries of a container up to which those that are exact are compared, beside their count."""
 _ROW, _AT_ONCE = 1024, 4096
 """Words of eight bytes that one number of a ``Large`` stands for, and how many of these a GPU makes together."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -207,6 +209,7 @@ class RegionState:
         for number, (value, name) in enumerate(self._watched):
             if isinstance(value, dict | list | deque | set):
                 found[f"{number}: entries of {name}"] = len(value)
+                found |= {f"{number}: {name}[{place}]": one for place, one in _few_entries(value)}
             else:
                 plain = (bool, int, float, str)
                 attributes = _attributes(value).items()
@@ -523,6 +526,19 @@ def _bound(value: Any) -> list[Any]:
         with contextlib.suppress(ValueError):  # it is empty
             bound.append(cell.cell_contents)
     return bound
+
+
+def _few_entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Of a container with few entries, those that are exact, by place; the keys too, where their order is its own."""
+    if len(value) > FEW or isinstance(value, set):
+        return
+    exact = bool, int, str
+    items = enumerate(value) if not isinstance(value, dict) else dict.items(value)
+    yield from ((place, one) for place, one in items if isinstance(one, exact) and isinstance(place, exact))
+    if isinstance(value, OrderedDict):
+        yield from (
+            (f"key {place}", one) for place, one in enumerate(OrderedDict.keys(value)) if isinstance(one, exact)
+        )
 
 
 def _attributes(value: Any) -> dict[str, Any]:

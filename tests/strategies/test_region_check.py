@@ -248,6 +248,64 @@ def test_another_dropout_is_found_by_means(probability: float) -> None:
     assert outcome.wrong
 
 
+class _AnotherMask(torch.autograd.Function):
+    """A dropout whose backward draws anew."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, again: bool) -> Tensor:
+        ctx.mask = torch.rand_like(one) >= 0.3
+        ctx.again = again
+        return one * ctx.mask / 0.7
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        mask = torch.rand_like(gradient) >= 0.3 if ctx.again else ctx.mask
+        return gradient * mask / 0.7, None
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_backward_that_draws_another_mask_than_its_forward_is_found(again: bool) -> None:
+    module = Attention(dropout=0.3)
+    other = copy.deepcopy(module)
+    other.dropout.forward = lambda one: _AnotherMask.apply(one, again)  # type: ignore[method-assign]
+
+    def call(x_BSD: Tensor) -> Tensor:
+        torch.rand(3)  # its numbers are not eager's
+        return torch.func.functional_call(other, dict(module.named_parameters()), (x_BSD,))
+
+    outcome = check_call(module, call, (text(),), {})
+    assert outcome.how == "seeds"
+    assert [one.name for one in outcome.wrong] == (["by its own forward"] if again else [])
+
+
+class WritesToOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x_BSD: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        left.mul_(2)
+        return self.linear(x_BSD) * (left + right)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_arguments_that_share_memory_share_it_in_a_check(shared: bool) -> None:
+    numbers = torch.randn(80)
+    left, right = (numbers[:64], numbers[16:]) if shared else (numbers[:64].clone(), numbers[16:].clone())
+    module = WritesToOne()
+
+    def unaware(x_BSD: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        before = right.clone()
+        left.mul_(2)
+        return module.linear(x_BSD) * (left + before)
+
+    kept = numbers.clone()
+    outcome = check_call(module, unaware, (text(), left, right), {})
+    assert bool(outcome.wrong) == shared
+    assert torch.equal(numbers, kept)
+    assert not check_call(module, module.forward, (text(), left, right), {}).wrong
+
+
 @pytest.mark.slow
 def test_beside_dropout_a_small_fault_is_found_once_masks_have_agreed() -> None:
     module, x = Attention(dropout=0.3), text()

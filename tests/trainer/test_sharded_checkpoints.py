@@ -323,7 +323,7 @@ def full(folder: str, *options: str) -> None:
     """On two ranks: the first one's disk is full when it writes a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.loops.checkpoint_io.written_whole", refused)
-        patch.setattr("trainer.loops.failures.LEARN_SECONDS", 0.5)  # the second one has nothing to say of it
+        patch.setattr("trainer.loops.rank_failures.LEARN_SECONDS", 0.5)  # the second one has nothing to say of it
         train(Path(folder), "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=6", *options, task="micro")
     os._exit(1)  # as the command does
 

@@ -1,0 +1,363 @@
+"""Twins of faults that no version here shows on a processor: the same kind of wrongness, put into a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.catch_rate.case import AOT, DYNAMO, INDUCTOR, Block, case
+from tests.promises.planted import Call, Edit, Fault, backend, floating, gradient, nodes
+from tests.promises.training import WIDTH
+
+
+def by(fault: Fault = Call.run_faulty, edit: Edit | None = None) -> dict[str, Any]:
+    """A compiler with that in it."""
+    return {"planted": lambda: backend(fault, edit)}
+
+
+def swapped(name: str, function: Callable[..., Any]) -> Edit:
+    def edit(graph: torch.fx.GraphModule) -> None:
+        for node in nodes(graph, name):
+            if node.op == "call_function":
+                node.target = function
+
+    return edit
+
+
+class Normed(Block):
+    """With a scale and a shift of its own, as a table has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(2, WIDTH))
+
+    def mix(self, h: Tensor) -> Tensor:
+        return functional.layer_norm(h, (WIDTH,)) * self.table[0] + self.table[1]
+
+
+class Dropped(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        return functional.dropout(h, 0.5, self.training)
+
+
+class Masked(Dropped):
+    """Looks at its masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alike = self.calls = 0.0
+
+    @classmethod
+    def called(cls, block: Any, x: Tensor) -> Tensor:
+        out = block(x)
+        fours = (out != x).view(-1, 4).float().mean(1)
+        block.alike += float(((fours == 0) | (fours == 1)).float().mean())
+        block.calls += 1
+        return out
+
+    @classmethod
+    def observed(cls, module: Any) -> list[float]:
+        """One of eight groups of four is alike by chance."""
+        return [float(one.alike / one.calls > 0.5) for one in module.net.blocks]
+
+
+class Grouped(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+
+    def mix(self, h: Tensor) -> Tensor:
+        return self.norm(h.view(8, 4, 2, 2)).reshape(8, WIDTH)
+
+
+class Padded(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        return h + functional.pad(h.mean().view(1, 1), (5, WIDTH - 6))
+
+
+class Scattered(Block):
+    def mix(self, h: Tensor) -> Tensor:
+        index = torch.zeros(len(h), dtype=torch.long)
+        total = torch.zeros(1, WIDTH).index_add(0, index, h)
+        return torch.index_select(total, 0, index) * 0.1
+
+
+class Averaged(Block):
+    """Keeps a running mean of what it sees."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def mix(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(h.mean(0), 0.1)
+        return h - self.mean
+
+
+class Schedule:
+    factor = 0.5
+
+
+def _now() -> float:
+    return Schedule.factor
+
+
+_factor = torch._dynamo.assume_constant_result(_now)
+
+
+class Unguarded(Block):
+    """Reads an attribute of a class where Dynamo looks once, in any version."""
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h * _factor()
+
+    @classmethod
+    def before_step(cls, module: Any, step: int) -> None:
+        Schedule.factor = 0.5 if step < 5 else 1.5
+
+
+def _first_half(one: Tensor) -> Tensor:
+    return torch.cat([one[: len(one) // 2], torch.zeros_like(one[len(one) // 2 :])])
+
+
+def _in_fours(one: Tensor, rate: float, *_: Any) -> Tensor:
+    kept = (torch.rand(one.shape[0], one.shape[1] // 4) >= rate).repeat_interleave(4, 1)
+    return one * kept / (1 - rate)
+
+
+class _TwoMasks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, rate: float) -> Tensor:
+        ctx.rate = rate
+        return one * (torch.rand_like(one) >= rate) / (1 - rate)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * (torch.rand_like(gradient) >= ctx.rate) / (1 - ctx.rate), None
+
+
+def _drawn_twice(one: Tensor, rate: float, *_: Any) -> Tensor:
+    return _TwoMasks.apply(one, rate)
+
+
+def _own_draws(call: Call) -> list[Any]:
+    """As Inductor does: numbers that are not eager's, under the same seed."""
+    seed = int(torch.randint(2**31, ()))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return call.run_faulty()
+
+
+def _stale_gradient(call: Call) -> list[Any]:
+    def change(one: Tensor) -> Tensor:
+        before = call.memory.get("gradient", one)
+        call.memory["gradient"] = one.clone()
+        return before
+
+    return gradient(change, "parameters_weight")(call)
+
+
+class _Kept(torch.autograd.Function):
+    """The identity, in memory that is given."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, kept: Tensor) -> Tensor:
+        kept.copy_(one)
+        return torch.empty(0).set_(kept.untyped_storage(), 0, kept.shape, kept.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def _same_memory(call: Call) -> list[Any]:
+    """What one call returns, the next call writes to."""
+    out = call.run()
+    kept = call.memory.setdefault("out", [one.detach().clone() for one in out])
+    return [_Kept.apply(one, old) for one, old in zip(out, kept, strict=True)]
+
+
+def _unwritten(call: Call) -> list[Any]:
+    places = call.at("buffers")
+    before = [call.inputs[place].clone() for place in places]
+    out = call.run()
+    for place, old in zip(places, before, strict=True):
+        call.inputs[place].data.copy_(old)
+    return out
+
+
+def _wrong_strides(one: Tensor) -> Tensor:
+    return one + (one.roll(1, -1) - one).detach()
+
+
+def _from_row_two(one: Tensor) -> Tensor:
+    return torch.cat([one[:1], one[:-1]])
+
+
+def _rounded(one: Tensor) -> Tensor:
+    return one + (one.bfloat16().to(one.dtype) - one).detach()
+
+
+ON: dict[str, Any] = {"backend": "planted"}
+
+case(
+    "a shared table's gradient, written in part",
+    "gradient",
+    INDUCTOR,
+    193061,
+    reported="2.10 to 2.14 (CUDA)",
+    **ON,
+    **by(gradient(_first_half, "table")),
+)(Normed)
+case(
+    "masks of dropout alike in fours",
+    "random numbers",
+    INDUCTOR,
+    198333,
+    reported="2.13, open (CUDA)",
+    own_numbers=True,
+    **ON,
+    **by(_own_draws, swapped("dropout", _in_fours)),
+)(Masked)
+case(
+    "a backward with another mask than the forward's",
+    "gradient",
+    INDUCTOR,
+    198333,
+    reported="2.13, open (CUDA)",
+    **ON,
+    **by(_own_draws, swapped("dropout", _drawn_twice)),
+)(Dropped)
+case(
+    "rows read before they are written",
+    "loss",
+    INDUCTOR,
+    191571,
+    reported="to 2.14 (CUDA)",
+    **ON,
+    **by(edit=swapped("index_select", lambda one, *_: torch.zeros_like(one).expand(8, WIDTH))),
+)(Scattered)
+case(
+    "a kernel that reads by another's strides",
+    "loss",
+    INDUCTOR,
+    194281,
+    reported="2.13 (CUDA)",
+    **ON,
+    **by(lambda call: floating(call.run(), _wrong_strides)),
+)(Block)
+case(
+    "all rows but the first from another one",
+    "loss",
+    INDUCTOR,
+    179931,
+    reported="2.11, open (CUDA)",
+    **ON,
+    **by(lambda call: floating(call.run(), _from_row_two)),
+)(Block)
+case(
+    "a gradient that overwrites what it is computed from",
+    "gradient",
+    AOT,
+    192840,
+    reported="to 2.14",
+    **ON,
+    **by(gradient(lambda one: one.flip(0), "linear_parameters_weight")),
+)(Block)
+case(
+    "the gradient of the call before",
+    "gradient",
+    INDUCTOR,
+    106321,
+    reported="2.0, open (CUDA graphs)",
+    steps=12,
+    **ON,
+    **by(_stale_gradient),
+)(Block)
+case(
+    "results that the next call overwrites",
+    "loss",
+    INDUCTOR,
+    106321,
+    reported="2.0, open (CUDA graphs)",
+    steps=12,
+    blocks=2,
+    **ON,
+    **by(_same_memory),
+)(Block)
+case(
+    "a gradient by another layout",
+    "gradient",
+    INDUCTOR,
+    192575,
+    reported="to 2.14 (CUDA)",
+    **ON,
+    **by(gradient(lambda one: one.t().reshape(one.shape), "linear_parameters_weight")),
+)(Block)
+case(
+    "padding with the number itself",
+    "loss",
+    INDUCTOR,
+    144462,
+    reported="2.6 (CUDA)",
+    **ON,
+    **by(edit=swapped("pad", lambda one, pad, *_: one.expand(1, WIDTH))),
+)(Padded)
+case(
+    "a group norm's gradient of channels that come last",
+    "gradient",
+    INDUCTOR,
+    140913,
+    reported="2.5 (CUDA)",
+    **ON,
+    **by(gradient(lambda one: one * 4, "norm_parameters_weight")),
+)(Grouped)
+case("a buffer's write that is left out", "buffer", AOT, 155242, 127561, reported="2.7", **ON, **by(_unwritten))(
+    Averaged
+)
+case(
+    "an intermediate result that another overwrites, under autocast",
+    "loss",
+    INDUCTOR,
+    191433,
+    reported="2.14 (CUDA)",
+    precision="bf16-mixed",
+    **ON,
+    **by(lambda call: floating(call.run(), lambda one: one + (one.roll(1, 0) - one).detach() * 0.2)),
+)(Block)
+case(
+    "an evaluation that is drawn as in training",
+    "evaluation",
+    INDUCTOR,
+    181692,
+    reported="2.11",
+    validates=True,
+    **ON,
+    **by(lambda call: call.run() if call.training else floating(call.run(), lambda one: one * 1.1)),
+)(Block)
+case(
+    "a bfloat16 in the place of a float",
+    "loss",
+    INDUCTOR,
+    173902,
+    reported="2.10, open (CUDA)",
+    **ON,
+    **by(lambda call: floating(call.run(), _rounded)),
+)(Block)
+case(
+    "an attribute of a class that no guard looks at",
+    "loss",
+    DYNAMO,
+    176851,
+    reported="2.3 on",
+    begins=5,
+    steps=12,
+    planted=lambda: "aot_eager",
+)(Unguarded)
