@@ -18,7 +18,7 @@ class NothingRepeats(ValueError):
     """A module without repeated blocks."""
 
 
-CANDIDATES = ("regional", "whole", "second_order", "cuda_graph")
+CANDIDATES = ("regional", "whole", "cuda_graph")
 """Strategies that a choice may be made among; eager always is one, and cuda_graph joins any other."""
 
 
@@ -219,7 +219,8 @@ class Auto(Strategy):
     chooser: ClassVar[str | None] = "trainer.auto.chooser:Chooser"
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
-    """Strategies to choose among, of ``regional``, ``whole``, ``second_order`` and ``cuda_graph``."""
+    """Strategies to choose among, of ``regional``, ``whole`` and ``cuda_graph``; ``second_order`` takes the place of one
+    that cannot take a gradient within the loss."""
     planned_steps: int | None = None
     """Optimizer steps that the choice is made for; null = those that this run has before it. Set it where this run
     is the first of several that go on from each other."""

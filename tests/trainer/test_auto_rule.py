@@ -303,9 +303,6 @@ def test_a_gradient_within_the_loss_is_compiled_once_it_was_found_in_the_way(
     assert run.program.report["auto"]["table"]["whole"]["failed"] == reason
     again = simulate(monkeypatch, forces, 20_000, captures=False, remember=True).train(900)
     assert again.tried == ["eager", "second_order"], "as the first run found out"
-    options = {"candidates": ["regional", "whole", "cuda_graph"]}
-    without = simulate(monkeypatch, forces, 20_000, captures=False, **options).train(600)
-    assert "second_order" not in without.tried
 
 
 def test_steps_that_eager_cannot_capture_are_not_captured_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

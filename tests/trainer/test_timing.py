@@ -265,10 +265,10 @@ def test_eager_launches_ahead_in_a_window_as_it_does_without_one(
     # On an H200 eager's step of ResNet-50 took 40 ms in windows that were waited for step by step, and 32.7 otherwise.
     gpu = Device()
     monkeypatch.setattr("trainer.guards.timing.StepClock", lambda _: gpu)
-    monkeypatch.setattr("trainer.guards.timing.hardware.wait", gpu.wait)
+    monkeypatch.setattr("trainer.guards.timing.hardware.synchronize", gpu.wait)
     monkeypatch.setattr("trainer.guards.timing.eager", lambda _: contextlib.nullcontext())
     loop: Any = SimpleNamespace(
-        world_size=1, micro_batches=1, broadcast=lambda value: value, anywhere=bool, everywhere=bool, steps_done=1,
+        world_size=1, micro_batches=1, broadcast=lambda value: value, any_rank=bool, all_ranks=bool, steps_done=1,
         log_every_n_steps=50, device=torch.device("cpu"),
     )  # fmt: skip
     meter = SimpleNamespace(median_seconds=1.0, ended=10)

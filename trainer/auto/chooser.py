@@ -79,7 +79,7 @@ class Chooser(StepHook):
         self._switch = switch
         self.decided = False
         self._others = [strategy for strategy in program.strategies if strategy is not auto]
-        self._named = {name: STRATEGIES[name]() for name in CANDIDATES}
+        self._named = {name: STRATEGIES[name]() for name in (*CANDIDATES, DERIVING)}
         self._base = self._best = self._on = Arm()
         self._timings = Timings(arms={(EAGER, False): self._base})
         self._next: Arm | None = None
@@ -303,7 +303,7 @@ class Chooser(StepHook):
     def _drop_arm(self, arm: Arm, reason: str) -> None:
         """Go on without ``arm``; what eager's steps cannot be captured for holds for compiled ones, too."""
         arm.failed = reason
-        if SECOND_ORDER in reason and DERIVING in self._auto.candidates:
+        if SECOND_ORDER in reason:
             # Larger graphs would find the same after a longer wait.
             for name in MODULES[MODULES.index(arm.module) :] if arm.module in MODULES else ():
                 for one in self._timings.of_module(name):
