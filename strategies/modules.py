@@ -219,7 +219,7 @@ class Auto(Strategy):
     chooser: ClassVar[str | None] = "trainer.auto.chooser:Chooser"
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
-    """Strategies to choose among, of ``regional``, ``whole`` and ``cuda_graph``; ``second_order`` takes the place of one
+    """Strategies to choose among, of ``regional``, ``whole`` and ``cuda_graph``. ``second_order`` takes the place of one
     that cannot take a gradient within the loss."""
     planned_steps: int | None = None
     """Optimizer steps that the choice is made for; null = those that this run has before it. Set it where this run

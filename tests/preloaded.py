@@ -23,7 +23,7 @@ for name in (
     "strategies",
     "trainer.run",
     "trainer.callback",
-    "trainer.guards.audits",
+    "trainer.guards.checks",
     "tests.processes",
     "tests.trainer.lightning_modules",
     "tests.trainer.runs",

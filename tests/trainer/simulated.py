@@ -221,8 +221,8 @@ def steps_take(monkeypatch: pytest.MonkeyPatch, backend: str = "eager", /, **sec
     steps count as if they took the seconds given for the module strategy and capture that train
     (``regional__cuda_graph=0.5``)."""
     monkeypatch.setattr(Timings, "_bound_of_compile", lambda known, module: {"regional": 1.0, "whole": 20.0}[module])
-    monkeypatch.setattr("trainer.auto.SAVED_MORE", 0.0)
-    monkeypatch.setattr("trainer.auto.SAVED_MORE_BY_BLOCKS", 0.0)
+    monkeypatch.setattr("trainer.auto.rule.SAVED_MORE", 0.0)
+    monkeypatch.setattr("trainer.auto.rule.SAVED_MORE_BY_BLOCKS", 0.0)
     kinds: dict[str, Any] = {kind.name: functools.partial(kind, backend=backend) for kind in (Regional, Whole)}
     monkeypatch.setattr(chooser, "STRATEGIES", {**STRATEGIES, **kinds})
     for name, value in FEW_STEPS.items():
