@@ -219,8 +219,8 @@ class Auto(Strategy):
     chooser: ClassVar[str | None] = "trainer.auto.chooser:Chooser"
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
-    """Strategies to choose among, of ``regional``, ``whole`` and ``cuda_graph``. ``second_order`` takes the place of one
-    that cannot take a gradient within the loss."""
+    """Strategies to choose among, of ``regional``, ``whole`` and ``cuda_graph``. Of these, one that cannot take a
+    gradient within the loss gives way to ``second_order``."""
     planned_steps: int | None = None
     """Optimizer steps that the choice is made for; null = those that this run has before it. Set it where this run
     is the first of several that go on from each other."""
