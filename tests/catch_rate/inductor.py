@@ -67,7 +67,9 @@ class TwiceIndexed(Block):
         return h
 
 
-@case("a batch norm, and padding that cuts", "loss", INDUCTOR, 195582, reported="2.14, open", validates=True, **ON)
+@case(
+    "a batch norm, and padding that cuts", "evaluation", INDUCTOR, 195582, reported="2.14, open", validates=True, **ON
+)
 class CutAfterNorm(Block):
     def __init__(self) -> None:
         super().__init__()

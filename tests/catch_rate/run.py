@@ -23,7 +23,7 @@ REFUSED, AVOIDED, MISSED = "does not compile", "does not show", "not caught"
 ABSENT, LOUD, ALARM, FAILED = "not there", "an error", "false alarm", "ended"
 RESULTS = {
     FIRST: "the check of the first call of its kind found it, before anything was trained with it",
-    AUDIT: "a later check found it: eager from the next step on",
+    AUDIT: "a later check found it, after steps that were trained with it: eager from the next step on",
     HEALED: "a check found it, and what helps was used",
     REFUSED: "what the fault is in was not compiled: eager, with a line that says so",
     AVOIDED: "compiled, and the training is eager's: settings of ours keep it away",
@@ -206,13 +206,12 @@ def _judge(line: Line, case: Case, eager: Outcome, ours: Outcome) -> None:
     line.said = "; ".join(one.partition("\n")[0] for one in said)[:400]
     line.step = None if not events else min(one.step or 0 for one in events) + 1
     differed = any("not eager's" in one for one in said)
-    audited = record.audits is not None and record.audits.verdict in ("went eager", "failed")
     if not line.there:
         line.result = ALARM if differed else ABSENT if line.bare_ended is None else LOUD
     elif any("it passes, from step" in one for one in said) and not line.left:
         line.result = HEALED
     elif differed:
-        line.result = AUDIT if audited or line.left else FIRST
+        line.result = AUDIT if line.left else FIRST
     elif line.left:
         line.result = MISSED
     else:
