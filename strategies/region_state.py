@@ -529,11 +529,15 @@ def _bound(value: Any) -> list[Any]:
 
 
 def _few_entries(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Of a container with few entries, those that are exact, by place; the keys too, where their order is its own."""
-    if len(value) > FEW or isinstance(value, set):
+    """Of a container with few entries, those that are exact, by place; the keys too, where their order is its own. The
+    container's own methods are not called: they may load data, or have no end."""
+    if isinstance(value, set):
+        return
+    plain: Any = dict if isinstance(value, dict) else deque if isinstance(value, deque) else list
+    if plain.__len__(value) > FEW:
         return
     exact = bool, int, str
-    items = enumerate(value) if not isinstance(value, dict) else dict.items(value)
+    items: Iterable[tuple[Any, Any]] = plain.items(value) if plain is dict else enumerate(plain.__iter__(value))
     yield from ((place, one) for place, one in items if isinstance(one, exact) and isinstance(place, exact))
     if isinstance(value, OrderedDict):
         yield from (
