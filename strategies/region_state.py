@@ -529,20 +529,17 @@ def _bound(value: Any) -> list[Any]:
 
 
 def _few_entries(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Of a container with few entries, those that are exact, by place; the keys too, where their order is its own. The
-    container's own methods are not called: they may load data, or have no end."""
-    if isinstance(value, set):
-        return
-    plain: Any = dict if isinstance(value, dict) else deque if isinstance(value, deque) else list
-    if plain.__len__(value) > FEW:
+    """Of a container with few entries, those that are exact, by place; the keys too, where their order is its own. Not
+    by methods that a subclass may have replaced."""
+    kind: Any = next((one for one in (dict, list, deque) if isinstance(value, one)), None)
+    if kind is None or kind.__len__(value) > FEW:
         return
     exact = bool, int, str
-    items: Iterable[tuple[Any, Any]] = plain.items(value) if plain is dict else enumerate(plain.__iter__(value))
+    items = dict.items(value) if kind is dict else enumerate(kind.__iter__(value))
     yield from ((place, one) for place, one in items if isinstance(one, exact) and isinstance(place, exact))
     if isinstance(value, OrderedDict):
-        yield from (
-            (f"key {place}", one) for place, one in enumerate(OrderedDict.keys(value)) if isinstance(one, exact)
-        )
+        keys = enumerate(OrderedDict.__iter__(value))
+        yield from ((f"key {place}", one) for place, one in keys if isinstance(one, exact))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

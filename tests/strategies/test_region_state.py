@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,26 @@ def test_an_ordered_dictionary_gets_its_order_back() -> None:
     held.move_to_end("a")
     state.restore()
     assert [*held] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("held", "change"),
+    [
+        (OrderedDict(a=1, b=2), lambda held: held.move_to_end("a")),
+        ({"a": 1}, lambda held: held.update(a=2)),
+        ([1, 2], lambda held: held.reverse()),
+        (deque("ab"), lambda held: held.rotate(1)),
+    ],
+    ids=["order", "dictionary", "list", "deque"],
+)
+def test_what_a_small_container_holds_is_among_what_a_run_has_left(held: Any, change: Callable[[Any], Any]) -> None:
+    HISTORY.append(held)
+    state = RegionState(Remembers())
+    before = state.left()
+    change(held)
+    assert state.left() != before
+    state.restore()
+    assert state.left() == before
 
 
 def test_files_and_arrays_that_nobody_writes_to_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
