@@ -43,7 +43,7 @@ BESIDE = ["lint-imports ", "mypy "]
 def test_it_says_what_it_takes_and_runs_all_steps(copy: Path) -> None:
     code, lines, _ = check(copy)
     assert code == 0
-    assert "about 26 minutes" in lines[0]
+    assert "about 13 minutes" in lines[0]
     assert lines[1:] == [*LINT, f"python -m pytest -m {USUAL}", *BESIDE, "all good"]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -203,7 +205,8 @@ def _judge(line: Line, case: Case, eager: Outcome, ours: Outcome) -> None:
     line.left = distances(case, eager, ours)
     events = [one for one in record.events if one.kind == "fallback"]
     said = [one.reason for one in events] or list(dict.fromkeys(record.eager_parts.values()))
-    line.said = "; ".join(one.partition("\n")[0] for one in said)[:400]
+    here = f"{Path(__file__).parents[2]}{os.sep}"  # the page is the same wherever it is made
+    line.said = "; ".join(one.partition("\n")[0].replace(here, "") for one in said)[:400]
     line.step = None if not events else min(one.step or 0 for one in events) + 1
     differed = any("not eager's" in one for one in said)
     if not line.there:
