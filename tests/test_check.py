@@ -50,7 +50,7 @@ def test_it_says_what_it_takes_and_runs_all_steps(copy: Path) -> None:
 def test_fast_leaves_out_the_slow_tests_only(copy: Path) -> None:
     code, lines, _ = check(copy, "--fast")
     assert code == 0
-    assert "about 10 minutes" in lines[0]
+    assert "about 4 minutes" in lines[0]
     assert lines[1:] == [*LINT, f"python -m pytest -m {QUICK}", *BESIDE, "all good"]
 
 
