@@ -61,6 +61,8 @@ class CudaGraph(Strategy):
 
         assert program.device is not None
         assert program.loop is not None
+        program.report.pop(self.name, None)  # of an earlier training of this program
+        program.given_up.pop("step", None)
         if program.device.type == "cuda":
             reason = program.loop.collectives_obstacle()
         else:

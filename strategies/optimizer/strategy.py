@@ -66,6 +66,7 @@ class Optimizer(CompileOptions):
         from strategies.optimizer.step import install
 
         program.report.pop(self.name, None)  # of an earlier training of this program
+        program.given_up.pop(self.name, None)
         if not program.optimizers:
             program.notes.append("optimizer: the module has no optimizer, nothing is compiled")
         on_cuda = program.device is not None and program.device.type == "cuda"

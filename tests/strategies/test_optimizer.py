@@ -7,6 +7,7 @@ import io
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -433,6 +434,19 @@ def test_an_optimizer_compiled_as_written_is_left_to_a_graph_of_the_whole_step()
         strategy.begin(program)
         assert (installed(optimizer) is not None) == taken
         assert any("captured as it is" in note for note in program.notes) != taken
+
+
+def test_what_one_training_gave_up_the_next_one_tries_again(graphs: list[GraphModule]) -> None:
+    module = stack(2)
+    capture, loop = CudaGraph(required=False), SimpleNamespace(collectives_obstacle=lambda: None)
+    strategy, program = begin(module, torch.optim.AdamW(module.parameters()))
+    program.device, program.loop = torch.device("cpu"), loop  # type: ignore[assignment]
+    base.disable_other_strategies(program, "slower than eager's")
+    program.given_up["step"] = "it changes on the host"
+    base.end([strategy, capture], program)
+    assert set(program.eager_parts) == {"optimizer", "step"}
+    base.begin([strategy, capture], program)
+    assert program.eager_parts == {}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])

@@ -248,6 +248,11 @@ def test_another_fit_goes_on_with_what_was_chosen(tmp_path: Path, monkeypatch: p
     losses = fit(module, tmp_path, [compile_])
     assert [strategy.name for strategy in compile_.strategies] == ["regional"]
     assert losses == pytest.approx(fit(plain, tmp_path, []), rel=1e-4)
+    record = compile_.record
+    assert [strategy["name"] for strategy in record.chosen_strategies] == ["regional"], (
+        "else its verdict would be eager"
+    )
+    assert record.report["auto"]["chosen"] == "regional"
 
 
 def test_a_run_that_ends_in_the_middle_of_a_trial_leaves_what_was_best(

@@ -122,6 +122,23 @@ def test_each_fit_has_a_record_of_its_own(tmp_path: Path) -> None:
     assert RunRecord.load(Path(str(other.logger.log_dir)) / "run-2").steps == 4
 
 
+def test_another_fit_is_reported_as_the_first_one_and_has_measured_nothing_of_it(tmp_path: Path) -> None:
+    compile_, module = Compile([Regional(backend="eager"), Checkpointing()], warmup_steps=1), Validated()
+    trainer(tmp_path, compile_).validate(module, data(), verbose=False)
+    trainer(tmp_path, compile_, max_steps=6).fit(module, data())
+    first = compile_.record
+    assert compile_.program is not None
+    compile_.program.report["slowdown"] = {"on_later_batches": ["a window of the first training"]}
+    trainer(tmp_path, compile_, max_steps=6).fit(module, data())
+    again = compile_.record
+    (note,) = [note for note in first.notes if note.startswith("regional: no part beside the blocks is compiled")]
+    assert [one.notes.count(note) for one in (first, again)] == [1, 1], "the program is the same"
+    assert first.report["checkpointing"] == again.report["checkpointing"]
+    assert "slowdown" not in again.report
+    assert (first.report["parity"]["verdict"], first.report["parity"]["checks"]) == ("passed", 1)
+    assert again.report["parity"]["reason"] == "an earlier training compared them"
+
+
 def test_evaluating_alone_leaves_no_record_and_does_not_touch_the_last_one(tmp_path: Path) -> None:
     compile_, module = regional(), Validated()
     once = trainer(tmp_path, compile_)

@@ -375,7 +375,9 @@ class Checks(StepHook):
             facts |= {"verdict": "passed"}
         elif kinds or checks:
             reasons = [one.outcome.skipped or "" for one in checks] + [kind.failure or "" for kind in kinds]
-            facts |= {"verdict": "not compared", "reason": next(filter(None, reasons), "no region was called")}
+            earlier = any(kind.is_proven for kind in kinds)
+            reasons.append("an earlier training compared them" if earlier else "no region was called")
+            facts |= {"verdict": "not compared", "reason": next(filter(None, reasons))}
         else:
             facts |= {"verdict": "skipped", "reason": "nothing compiled"}
         worst: dict[str, Difference] = {}

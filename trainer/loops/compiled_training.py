@@ -13,6 +13,7 @@ around each batch of an evaluation, ``pause`` before what belongs to no step, ``
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -117,6 +118,7 @@ class CompiledTraining:
         """What strategies have compiled that a chooser tried, by their identity."""
         self._open, self._notes_logged = False, 0
         self._built: dict[str, nn.Module] = {}
+        self._applied_notes: tuple[str, ...] = ()
         self.telemetry = self._measuring()
 
     @property
@@ -156,6 +158,8 @@ class CompiledTraining:
         if trains and self._script_run is not None:
             self.record = RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
             self._script_run.prepare(print_line, lambda: self.telemetry)
+            if not new and self.program is not None:
+                self._report_anew(self.program)
         if new or self.program is None:
             if self._preparation is not None:
                 self._preparation.wait_for_imports()
@@ -173,6 +177,7 @@ class CompiledTraining:
             with speaking_python(self._in_script):
                 apply(self.strategies, self.program)
             self._built, self._notes_logged = built, 0
+            self._applied_notes = tuple(self.program.notes)
             self._log_notes(self.program)
             if self._preparation is not None:
                 self._preparation.wait()
@@ -184,6 +189,14 @@ class CompiledTraining:
             self.telemetry = self._measuring()
             self.telemetry.compiler.start()
         return self.program
+
+    def _report_anew(self, program: Program) -> None:
+        """Another training of ``program`` begins: its record says what the strategies did to the program, as the first
+        one's does, and has measured nothing yet. The first one's stays as it is."""
+        caches = tuple(f"{one.name}: " for one in self._given[0] if one.stage is Stage.CACHE)  # which begin anew
+        self.record.notes += [self._words(note) for note in self._applied_notes if not note.startswith(caches)]
+        names = {strategy.name for strategy in (*self._given[0], *self.strategies)}
+        program.report = {name: copy.deepcopy(facts) for name, facts in program.report.items() if name in names}
 
     def begin(self, loop: Loop, logs: TrainingInfo | None = None) -> None:
         """Model, optimizer and restored state are in place: begin to measure what trains in ``loop``. Raises ValueError
@@ -359,6 +372,9 @@ class CompiledTraining:
         self.telemetry.finish()
         if self._chooser is not None:
             self.record.chosen_strategies = [strategy.facts() for strategy in self._chooser.finish()]
+        elif self._choosing is not self._given[1]:  # an earlier training chose
+            chosen = [one for one in self.strategies if all(one is not given for given in self._given[0])]
+            self.record.chosen_strategies = [strategy.facts() for strategy in chosen]
         if self._session is not None:
             self._session.close()
         self.telemetry.fill(self.record, self.program, together=together)
