@@ -1,4 +1,5 @@
-"""What every strategy promises on every task: eager's losses and names, and a record that leaves nothing out.
+"""What every strategy promises on every task: eager's losses and names, and a record that leaves nothing out; and that
+a second training with the same ``Compile`` is what the first one was.
 
 Strategies and tasks are taken from their registries, so that a new one is covered the day it is added. A handful of
 combinations, one with a composite among them, promise the same. Each pair is trained once, by one test, which checks
@@ -10,12 +11,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from torch import Tensor
 
-from strategies import STRATEGIES
+from strategies import STRATEGIES, Program, Stage, Strategy
 from strategies.base import label
 from tasks import TASKS
 from tests.conftest import ROOT
@@ -33,6 +37,7 @@ from tests.trainer.runs import (
     relative_differences,
     train,
 )
+from tests.trainer.trained_twice import Training, differences, train_twice
 from trainer.config import compose
 from trainer.telemetry.record import RunRecord
 
@@ -127,6 +132,7 @@ def test_a_pair_keeps_every_promise(
         partial(the_record_is_complete, record, task, arm),
         partial(a_figure_that_does_not_exist_is_none, record, arm),
         partial(the_record_is_read_back_as_it_was_written, tmp_path, record),
+        partial(every_strategy_did_something_or_says_that_it_did_not, record),
     ]
     if (task, arm) == ("micro", "eager"):
         promises.append(partial(a_report_reads_it_without_torch, tmp_path))
@@ -247,3 +253,73 @@ def a_report_reads_it_without_torch(run_dir: Path) -> None:
         f"assert RunRecord.load(Path({str(run_dir)!r})).status == 'finished'; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def every_strategy_did_something_or_says_that_it_did_not(record: RunRecord) -> None:
+    """Else a strategy would keep all other promises by doing nothing."""
+    for name in (strategy["name"] for strategy in record.strategies):
+        compiled = name in MODULE_STRATEGIES and record.regions_compiled
+        said = [note for note in record.notes if note.startswith(f"{name}: ")]
+        assert record.report.get(name) or compiled or said, f"{name} compiled nothing, reports nothing and says nothing"
+
+
+# ---- one Compile, two trainings --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def eager_twice(tmp_path_factory: pytest.TempPathFactory, private_cache: None) -> list[Training]:
+    return train_twice(tmp_path_factory.mktemp("eager-twice"), "eager")
+
+
+@pytest.mark.parametrize("arm", sorted(name for name, kind in STRATEGIES.items() if not kind.removed))
+def test_a_second_training_is_what_the_first_one_was(arm: str, tmp_path: Path, eager_twice: list[Training]) -> None:
+    first, second = train_twice(tmp_path, arm)
+    assert differences(first.within, second.within) == []
+    for one, eager in zip((first, second), eager_twice, strict=True):
+        assert differences(eager.after, one.after) == [], "nothing outlives a training"
+        if not STRATEGIES[arm].reorders_data:
+            assert one.losses == pytest.approx(eager.losses, rel=FLOOR)
+        every_strategy_did_something_or_says_that_it_did_not(one.record)
+    assert first.record.report == first.report, "the record of the first training is as it was"
+    assert second.record.report.keys() - {"auto"} == first.record.report.keys() - {"auto"}
+    assert second.record.strategies == first.record.strategies
+    assert second.record.eager_parts == first.record.eager_parts
+
+
+@dataclass(kw_only=True, slots=True)
+class Transposed(Strategy):
+    """Weights lie the other way around in memory while a training runs."""
+
+    name: ClassVar[str] = "transposed"
+    stage: ClassVar[Stage] = Stage.ACTIVATIONS
+
+    every_training: bool
+    """Whether ``begin`` does again what ``end`` has undone."""
+
+    def apply(self, program: Program) -> None:
+        self._lay(program, lambda one: one.mT.contiguous().mT)
+
+    def begin(self, program: Program) -> None:
+        if self.every_training:
+            self.apply(program)
+
+    def end(self, program: Program) -> None:
+        self._lay(program, Tensor.contiguous)
+
+    def _lay(self, program: Program, lay: Callable[[Tensor], Tensor]) -> None:
+        for one in program.module.parameters():
+            if one.ndim == 2:
+                one.data = lay(one.data)
+
+
+@pytest.mark.parametrize("every_training", [True, False])
+def test_what_end_undoes_and_begin_does_not_do_again_is_found(
+    every_training: bool, tmp_path: Path, eager_twice: list[Training]
+) -> None:
+    first, second = train_twice(tmp_path, "eager", [Transposed(every_training=every_training)])
+    found = differences(first.within, second.within)
+    assert bool(found) is not every_training
+    assert all(line.startswith("weights ") for line in found)
+    assert differences(eager_twice[0].within, first.within), "the first training is under it"
+    with pytest.raises(AssertionError, match="transposed compiled nothing, reports nothing and says nothing"):
+        every_strategy_did_something_or_says_that_it_did_not(first.record)
