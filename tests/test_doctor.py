@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 
 from scripts.doctor import __main__ as doctor
 from scripts.doctor.__main__ import with_torch
-from scripts.doctor.findings import ERROR, OK, WARNING, reason
+from scripts.doctor.findings import ERROR, OK, WARNING, reason, shared_names
 from scripts.doctor.probe import device, tiny, without_cuda
 from tests.conftest import ROOT
 
@@ -54,6 +54,19 @@ def test_a_torch_that_does_not_import_is_an_error_and_the_rest_is_still_looked_a
     assert lines[-1].startswith(f"errors: {sum(line.startswith('error ') for line in lines)}, ")
     for line, after in itertools.pairwise(lines):
         assert line.startswith((OK, " ", "errors:")) or after.lstrip().startswith("-> "), "with its fix"
+
+
+def test_what_brings_packages_of_our_names_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = {"trainer": ["crucible-train", "other"], "tasks": ["crucible-train"], "crucible": ["crucible-train"]}
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: owners)
+    (found,) = shared_names()
+    assert (found.status, found.message) == (ERROR, "other installs a package 'trainer' too, as crucible-train does")
+    monkeypatch.setitem(sys.modules, "crucible", ModuleType("crucible"))
+    vars(sys.modules["crucible"])["__file__"] = "crucible.py"
+    (found,) = shared_names()
+    assert (found.status, found.message) == (ERROR, "crucible.py hides crucible's own package 'crucible'")
+    monkeypatch.setitem(sys.modules, "crucible", None)
+    assert list(shared_names()) == [], "nothing is installed"
 
 
 def test_where_nothing_is_installed_each_package_is_missed_by_name(stub: Path) -> None:

@@ -6,6 +6,8 @@ and the variables that change compilation. A ``Finding`` is one line.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -25,8 +27,6 @@ INDENT = " " * 25
 COMPILES = "c++ compiler"
 """The finding after which a tiny function is compiled."""
 PACKAGES = ("torch", "torchvision", "lightning", "hydra-core", "rich")
-DISTRIBUTION, OURS = "crucible-train", ("crucible", "scripts", "strategies", "tasks", "trainer")
-"""What pip installs, and its packages at the top level."""
 GIB = 1 << 30
 LITTLE_DISK_GIB, NO_DISK_GIB = 2.0, 0.1
 """A cold compile of a model of ordinary size writes some hundred MiB."""
@@ -96,13 +96,18 @@ def packages() -> Iterator[Finding]:
 
 
 def shared_names() -> Iterator[Finding]:
-    """A line for each other distribution that installs a package of the name of one of ours: whichever was installed
-    last has overwritten files of the other."""
-    owners = importlib.metadata.packages_distributions()
-    for name in OURS:
-        for other in sorted({owner for owner in owners.get(name, ()) if owner != DISTRIBUTION}):
-            fix = f"keep them in two environments: pip uninstall {other}, then install {DISTRIBUTION} anew"
-            yield error("package names", f"{other} installs a package {name!r} too, as {DISTRIBUTION} does", fix)
+    """A line for each other distribution that installs a package of the name of one of ours."""
+    with contextlib.suppress(ImportError):  # in a checkout that is not installed nothing of it can be overwritten
+        crucible = importlib.import_module("crucible")
+        if not hasattr(crucible, "other_owners"):
+            where = crucible.__file__ or next(iter(crucible.__path__))
+            fix = "rename that file or folder; where pip installed it, uninstall it and install crucible-train anew"
+            yield error("package names", f"{where} hides crucible's own package 'crucible'", fix)
+            return
+        for other, package in crucible.other_owners():
+            fix = f"keep them in two environments: pip uninstall {other}, then install {crucible.DISTRIBUTION} anew"
+            message = f"{other} installs a package {package!r} too, as {crucible.DISTRIBUTION} does"
+            yield error("package names", message, fix)
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:

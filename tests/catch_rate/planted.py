@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,22 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.catch_rate.case import AOT, DYNAMO, INDUCTOR, Block, case
-from tests.promises.planted import Call, Edit, Fault, backend, floating, gradient, nodes
+from tests.promises.planted import Call, Edit, Fault, backend, floating, gradient, stale_gradient, swapped
 from tests.promises.training import WIDTH
 
 
 def by(fault: Fault = Call.run_faulty, edit: Edit | None = None) -> dict[str, Any]:
     """A compiler with that in it."""
     return {"planted": lambda: backend(fault, edit)}
-
-
-def swapped(name: str, function: Callable[..., Any]) -> Edit:
-    def edit(graph: torch.fx.GraphModule) -> None:
-        for node in nodes(graph, name):
-            if node.op == "call_function":
-                node.target = function
-
-    return edit
 
 
 class Normed(Block):
@@ -155,15 +145,6 @@ def _own_draws(call: Call) -> list[Any]:
         return call.run_faulty()
 
 
-def _stale_gradient(call: Call) -> list[Any]:
-    def change(one: Tensor) -> Tensor:
-        before = call.memory.get("gradient", one)
-        call.memory["gradient"] = one.clone()
-        return before
-
-    return gradient(change, "parameters_weight")(call)
-
-
 class _Kept(torch.autograd.Function):
     """The identity, in memory that is given."""
 
@@ -279,7 +260,7 @@ case(
     reported="2.0, open (CUDA graphs)",
     steps=12,
     **ON,
-    **by(_stale_gradient),
+    **by(stale_gradient("parameters_weight")),
 )(Block)
 case(
     "results that the next call overwrites",

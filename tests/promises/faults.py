@@ -36,6 +36,8 @@ from tests.promises.planted import (
     nodes,
     optimizer,
     regional,
+    stale_gradient,
+    swapped,
     whole,
     written,
 )
@@ -66,15 +68,6 @@ class Planted:
 
 
 # ---- what is wrong from the first call on ---------------------------------------------------------------------------
-
-
-def _swap(name: str, function: Callable[..., Tensor]) -> Edit:
-    def edit(graph: GraphModule) -> None:
-        for node in nodes(graph, name):
-            if node.op == "call_function":
-                node.target = function
-
-    return edit
 
 
 def _keyword(name: str, **changes: Any) -> Edit:
@@ -131,15 +124,6 @@ def _stale(call: Call) -> list[Any]:
     return [one + (old - one).detach() for one, old in zip(out, before, strict=True)]
 
 
-def _stale_gradient(call: Call) -> list[Any]:
-    def change(one: Tensor) -> Tensor:
-        before = call.memory.get("gradient", one)
-        call.memory["gradient"] = one.clone()
-        return before
-
-    return gradient(change, "up_parameters_weight")(call)
-
-
 def _frozen(call: Call) -> list[Any]:
     """The weights of the first call for ever."""
     for place in call.at("parameters"):
@@ -167,9 +151,9 @@ FORWARD: dict[str, tuple[Fault, Edit | None]] = {
     "a bias left out": (_without_bias, None),
     "tanh's approximation of GELU": (
         Call.run_faulty,
-        _swap("gelu", lambda one: functional.gelu(one, approximate="tanh")),
+        swapped("gelu", lambda one: functional.gelu(one, approximate="tanh")),
     ),
-    "ReLU for GELU": (Call.run_faulty, _swap("gelu", functional.relu)),
+    "ReLU for GELU": (Call.run_faulty, swapped("gelu", functional.relu)),
     "a norm's epsilon a thousand times too large": (Call.run_faulty, _argument("layer_norm", 4, 1e-2)),
     "a residual connection left out": (Call.run_faulty, _without_residual),
     "attention not causal": (Call.run_faulty, _keyword("scaled_dot_product", is_causal=False)),
@@ -373,7 +357,7 @@ def _catalogue() -> list[Planted]:
             add(words, "optimizer", lambda begins, fault=fault: optimizer(fault, begins=begins), module={"sgd": sgd})
         late(name, "optimizer", lambda begins, fault=fault: optimizer(fault, begins=begins))
     add("results of the call before", "memory", region(_stale), by=6, steps=8)
-    add("a gradient of the call before", "memory", region(_stale_gradient), by=6, steps=8)
+    add("a gradient of the call before", "memory", region(stale_gradient("up_parameters_weight")), by=6, steps=8)
     add("weights of the first call for ever", "memory", region(_frozen), by=6, steps=8)
     late("results of the call before", "memory", region(_stale))
     late("weights of that call for ever", "memory", region(_frozen))

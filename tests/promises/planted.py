@@ -130,6 +130,31 @@ def gradient(change: Callable[[Tensor], Tensor], *parts: str) -> Fault:
     return fault
 
 
+def stale_gradient(part: str) -> Fault:
+    """The gradients of inputs whose names hold ``part`` are those of the call before."""
+
+    def fault(call: Call) -> list[Any]:
+        def change(one: Tensor) -> Tensor:
+            before = call.memory.get("gradient", one)
+            call.memory["gradient"] = one.clone()
+            return before
+
+        return gradient(change, part)(call)
+
+    return fault
+
+
+def swapped(name: str, function: Callable[..., Any]) -> Edit:
+    """The graph calls ``function`` where it called what is named so."""
+
+    def edit(graph: GraphModule) -> None:
+        for node in nodes(graph, name):
+            if node.op == "call_function":
+                node.target = function
+
+    return edit
+
+
 def floating(outputs: Sequence[Any], change: Callable[[Tensor], Tensor]) -> list[Any]:
     """The outputs with the floating-point ones changed."""
     return [change(one) if isinstance(one, Tensor) and one.is_floating_point() else one for one in outputs]

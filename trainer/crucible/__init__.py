@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,22 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-def overwritten() -> str:
-    """A line where another distribution brings a package of the name of one of ours, so that the one that was installed
-    last has overwritten files of the other; else an empty one."""
+def other_owners() -> Iterator[tuple[str, str]]:
+    """Each other distribution that installs a package of the name of one of ours, with that name: whichever was
+    installed last has overwritten files of the other."""
     owners = importlib.metadata.packages_distributions()
-    for package in OURS:
-        if others := sorted({owner for owner in owners.get(package, ()) if owner != DISTRIBUTION}):
-            return (
-                f"crucible: {', '.join(others)} installs a package {package!r} too, and one has overwritten the other: "
-                f"keep them in two environments; pip uninstall {others[0]}, then pip install --force-reinstall "
-                f"--no-deps {DISTRIBUTION}"
-            )
+    for package in (__name__, *OURS):
+        for other in sorted({owner for owner in owners.get(package, ()) if owner != DISTRIBUTION}):
+            yield other, package
+
+
+def overwritten() -> str:
+    """A line for the first of ``other_owners``; an empty one where there is none."""
+    for other, package in other_owners():
+        return (
+            f"crucible: {other} installs a package {package!r} too, and one has overwritten the other: keep them in "
+            f"two environments; pip uninstall {other}, then pip install --force-reinstall --no-deps {DISTRIBUTION}"
+        )
     return ""
 
 

@@ -56,8 +56,6 @@ SEVERAL = "models"
 MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
 MARK = re.compile(r"(<!-- (table|models|kernels): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-SUMMARY = re.compile(r"(<!-- summary\n(.*?)-->\n).*?(<!-- end -->)", re.DOTALL)
-"""The table of the README: a row a line, ``FILE/ARM what is trained``."""
 SUMMARY = re.compile(r"(<!-- summary\n(.*?)\n-->\n).*?(<!-- end -->)", re.DOTALL)
 """The README's table, with a row a line: ``FILE/ARM what is trained``."""
 RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
