@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -823,51 +824,52 @@ def _in_precision(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _perturbed(module: nn.Module, unit: float, number: int = 0) -> Iterator[None]:
-    """Inside, every weight is about one rounding off, up or down, in the way of that ``number``."""
-    kept = [(one, one.data) for one in module.parameters() if one.is_floating_point()]
+def _holding(tensors: Iterable[Tensor], data_of: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, each of ``tensors`` holds what ``data_of`` makes of its place and its own data; afterwards its own."""
+    kept = [(one, one.data) for one in tensors]
     try:
         for place, (tensor, data) in enumerate(kept):
-            generator = torch.Generator(data.device).manual_seed(SEED + 1000 * number + place)
-            sign = torch.empty(data.shape, device=data.device).bernoulli_(0.5, generator=generator) * 2 - 1
-            tensor.data = data * (1 + max(unit, torch.finfo(data.dtype).eps) * sign).to(data.dtype)
+            tensor.data = data_of(place, data)
         yield
     finally:
         for tensor, data in kept:
             tensor.data = data
+
+
+def _signs(data: Tensor, seed: int) -> Tensor:
+    """1 or -1 for each element of ``data``, in float32."""
+    generator = torch.Generator(data.device).manual_seed(seed)
+    return torch.empty(data.shape, device=data.device).bernoulli_(0.5, generator=generator) * 2 - 1
+
+
+def _perturbed(module: nn.Module, unit: float, number: int = 0) -> AbstractContextManager[None]:
+    """Inside, every weight is about one rounding off, up or down, in the way of that ``number``."""
+
+    def off(place: int, data: Tensor) -> Tensor:
+        signs = _signs(data, SEED + 1000 * number + place)
+        return data * (1 + max(unit, torch.finfo(data.dtype).eps) * signs).to(data.dtype)
+
+    return _holding([one for one in module.parameters() if one.is_floating_point()], off)
 
 
 @contextlib.contextmanager
 def _moved(parameters: Tensors, step: float) -> Iterator[dict[str, Tensor]]:
     """Inside, every weight is moved by ``step`` of its tensor's size, up or down; what one step of 1 up would be."""
-    kept = [(one, one.data) for one in parameters.values()]
-    moves: dict[str, Tensor] = {}
-    try:
-        for place, (name, tensor) in enumerate(parameters.items()):
-            data = tensor.data
-            generator = torch.Generator(data.device).manual_seed(SEED + place)
-            sign = torch.empty(data.shape, device=data.device).bernoulli_(0.5, generator=generator) * 2 - 1
-            size = data.float().square().mean().sqrt().clamp(min=STEP)
-            moves[name] = abs(step) * size * sign
-            tensor.data = data + (step * size * sign).to(data.dtype)
+    names, moves = list(parameters), dict[str, Tensor]()
+
+    def moved(place: int, data: Tensor) -> Tensor:
+        size = data.float().square().mean().sqrt().clamp(min=STEP) * _signs(data, SEED + place)
+        moves[names[place]] = abs(step) * size
+        return data + (step * size).to(data.dtype)
+
+    with _holding(parameters.values(), moved):
         yield moves
-    finally:
-        for tensor, data in kept:
-            tensor.data = data
 
 
-@contextlib.contextmanager
-def _finite_weights(module: nn.Module) -> Iterator[None]:
+def _finite_weights(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, weights and buffers that are no numbers are small random ones."""
     held = [one for one in (*module.parameters(), *module.buffers()) if one.is_floating_point()]
-    kept = [(one, one.data) for one in held if not bool(one.isfinite().all())]
-    try:
-        for tensor, data in kept:
-            tensor.data = _as_numbers(data)
-        yield
-    finally:
-        for tensor, data in kept:
-            tensor.data = data
+    return _holding([one for one in held if not bool(one.isfinite().all())], lambda _, data: _as_numbers(data))
 
 
 @contextlib.contextmanager
