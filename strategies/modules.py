@@ -22,22 +22,6 @@ CANDIDATES = ("regional", "whole", "cuda_graph")
 """Strategies that a choice may be made among; eager always is one, and cuda_graph joins any other."""
 
 
-def compile_children(program: Program, request: ModuleOptions) -> list[str]:
-    """Hand each child of the module that owns parameters to the compiler; returns their paths. Where there is none, the
-    strategy runs eager."""
-    from strategies.regions import Found, callable_paths, compile_regions
-
-    paths = [path for path, child in program.module.named_children() if any(True for _ in child.parameters())]
-    if not paths:
-        program.given_up[request.name] = "the module has no child with parameters to compile"
-        program.notes.append(f"{request.name}: {program.given_up[request.name]}; it runs eager")
-    compiled = callable_paths(program.module, paths)
-    for path in compiled:
-        compile_regions(program, request, [path], small=False)
-    program.found = Found(request, tuple(compiled), small=False)
-    return paths
-
-
 @dataclass(kw_only=True, slots=True)
 class Whole(ModuleOptions):
     """Compile everything that the task declares as its forward and loss, one graph for each declared module.
@@ -53,7 +37,7 @@ class Whole(ModuleOptions):
     """Stop with the reason at a graph break instead of splitting the graph."""
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import callable_paths, compile_regions
+        from strategies.regions import callable_paths, compile_children, compile_regions
 
         for path in callable_paths(program.module, program.whole):
             compile_regions(program, self, [path], small=False)
@@ -98,7 +82,7 @@ class Regional(ModuleOptions):
         return blocks, parts
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import Found, compile_regions
+        from strategies.regions import Found, compile_children, compile_regions
 
         try:
             blocks, parts = self.paths(program)

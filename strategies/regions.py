@@ -196,6 +196,20 @@ class Found:
     """As in ``compile_regions``."""
 
 
+def compile_children(program: Program, request: ModuleOptions) -> list[str]:
+    """Hand each child of the module that owns parameters to the compiler; returns their paths. Where there is none, the
+    strategy runs eager."""
+    paths = [path for path, child in program.module.named_children() if any(True for _ in child.parameters())]
+    if not paths:
+        program.given_up[request.name] = "the module has no child with parameters to compile"
+        program.notes.append(f"{request.name}: {program.given_up[request.name]}; it runs eager")
+    compiled = callable_paths(program.module, paths)
+    for path in compiled:
+        compile_regions(program, request, [path], small=False)
+    program.found = Found(request, tuple(compiled), small=False)
+    return paths
+
+
 class CalledModules(contextlib.ExitStack):
     """Inside, notes which submodules of ``program.module`` with parameters are called; regions run as written."""
 

@@ -13,7 +13,6 @@ from typing import ClassVar
 
 from strategies.base import Program, Stage
 from strategies.compile_options import ModuleOptions
-from strategies.modules import compile_children
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,7 +36,7 @@ class SecondOrder(ModuleOptions):
 
     def apply(self, program: Program) -> None:
         from strategies.method_regions import compile_method
-        from strategies.regions import callable_paths, compile_regions
+        from strategies.regions import callable_paths, compile_children, compile_regions
 
         program.settings["trace_autograd_ops"] = program.checking.derives = True
         program.checking.note = program.notes.append

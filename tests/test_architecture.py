@@ -8,6 +8,7 @@ import importlib
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -161,6 +162,16 @@ for module in sys.argv[1:]:
 
 def test_a_strategy_is_found_under_its_own_name() -> None:
     assert {name: strategy.name for name, strategy in STRATEGIES.items()} == {name: name for name in STRATEGIES}
+
+
+def test_every_strategy_and_every_task_is_in_its_siblings_contract() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = {
+        one["name"]: set(one["modules"]) for one in project["tool"]["importlinter"]["contracts"] if "modules" in one
+    }
+    for kind, classes in (("strategies", STRATEGIES), ("tasks", TASKS)):
+        homes = {".".join(one.__module__.split(".")[:2]) for one in classes.values()}
+        assert listed[f"Sibling {kind} do not know each other"] == homes
 
 
 def test_a_task_is_found_under_its_own_name() -> None:
