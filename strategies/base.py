@@ -62,7 +62,20 @@ class CannotCapture(RuntimeError):
 
 
 class Stage(enum.IntEnum):
-    """When a strategy acts. Strategies run in this order whatever their order on the command line."""
+    """When a strategy acts, and on what. Strategies run in this order whatever their order on the command line.
+
+    - ``CACHE``: what compiles later; compiled code that was stored is loaded (``cached``).
+    - ``SHAPES``: batches; how examples are grouped and padded, which sizes are symbolic (``buckets``, ``dynamic``).
+    - ``ACTIVATIONS``: the module as it runs in eager, before parts of it are compiled; what it keeps for its backward
+      (``checkpointing``), and how its weights and inputs lie in memory, ``channels_last`` for instance.
+    - ``MODULE``: which submodules are compiled, and how (``whole``, ``regional``, ``modular``, ``second_order``,
+      ``auto``).
+    - ``OPTIMIZER``: how the optimizers step (``optimizer``).
+    - ``STEP``: the whole training step, as all the others have left it (``cuda_graph``).
+
+    Two strategies of one stage are an error, since both would change the same thing; unless both declare ``exclusive =
+    False``, because each changes another part of it.
+    """
 
     CACHE = 0
     SHAPES = 1
@@ -237,7 +250,7 @@ class Strategy:
     stage: ClassVar[Stage]
     """When the strategy acts."""
     exclusive: ClassVar[bool] = True
-    """Whether another strategy of the same stage is a conflict."""
+    """Whether any other strategy of the same stage is a conflict; if not, one that is not exclusive either is none."""
     reorders_data: ClassVar[bool] = False
     """Whether training sees its examples in another order than eager does: a comparison needs the same one on both."""
     captures_step: ClassVar[bool] = False
@@ -273,33 +286,37 @@ class Strategy:
         return self.stage in (Stage.MODULE, Stage.OPTIMIZER)
 
     def apply(self, program: Program) -> None:
-        """Change ``program`` before the first batch. Raises ValueError for options that do not fit this program."""
+        """Change ``program`` before the first batch: once, however many trainings and evaluations it has. Raises
+        ValueError for options that do not fit this program."""
 
     def begin(self, program: Program) -> None:
-        """Training is about to begin: ``program.optimizers`` are there, with their restored state."""
+        """A training is about to begin, the program's first or a later one: ``program.optimizers`` are there, with
+        their restored state. Do again what ``end`` has undone."""
 
     def is_compiled(self, program: Program) -> bool:
         """Whether something of it runs compiled beside the program's regions and captured steps."""
         return self.stage is Stage.OPTIMIZER and self.name not in program.given_up
 
     def end(self, program: Program) -> None:
-        """Training is over, finished or broken, or all runs eager from now on: keep what is worth keeping and undo what
-        must not outlive the run. May be called twice. Optimizers get their own steps back in any case."""
+        """A training is over, finished or broken, or an evaluation without one, or all runs eager from now on: keep
+        what is worth keeping and undo what must not outlive it. May be called twice, and before the first ``begin``.
+        Optimizers get their own steps back in any case."""
 
 
 # ---- several strategies ----------------------------------------------------------------------------------------------
 
 
 def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """Strategies by stage, then name, without those that were removed. Raises ValueError for two of one exclusive
-    stage, or for another object."""
+    """Strategies by stage, then name, without those that were removed. Raises ValueError for two of one stage, unless
+    neither is exclusive, for two of one name, or for another object."""
     given = list(strategies) if isinstance(strategies, Iterable) else [None]
     if not all(isinstance(one, Strategy) for one in given):
         raise ValueError(f"compile={strategies!r} is not a list of strategies, such as [Regional()]")
     kept = [strategy for strategy in given if not strategy.removed]
     result = sorted(kept, key=lambda strategy: (strategy.stage, strategy.name))
     for first, second in itertools.pairwise(result):
-        if first.stage == second.stage and (first.exclusive or second.exclusive):
+        both = first.name == second.name or first.exclusive or second.exclusive
+        if first.stage == second.stage and both:
             raise ValueError(
                 f"compile: {first.name!r} and {second.name!r} both act on the {first.stage.name.lower()} stage; "
                 "choose one of them"

@@ -156,6 +156,7 @@ class Checkpointing(Strategy):
 
     name: ClassVar[str] = "checkpointing"
     stage: ClassVar[Stage] = Stage.ACTIVATIONS
+    exclusive: ClassVar[bool] = False
 
     every: int = 1
     """Each n-th block of a container computes again, beginning with its first; the others keep their activations."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from strategies import STRATEGIES
 from tests.conftest import ROOT
 
 
@@ -36,6 +37,14 @@ def test_the_site_builds_strictly_lists_every_public_name_and_loads_nothing_from
     pages = {page.name: loads.findall(page.read_text(encoding="utf-8")) for page in tmp_path.rglob("*.html")}
     assert {name: found for name, found in pages.items() if found} == {}
     assert list(tmp_path.glob("search/*")), "the search has an index"
+
+
+def test_every_strategy_has_its_row_and_its_section() -> None:
+    text = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    sections = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^## .*", text, re.MULTILINE))))
+    names = {name for name, strategy in STRATEGIES.items() if not strategy.removed}
+    assert (names - rows, names - sections) == (set(), set())
 
 
 def test_every_direct_dependency_has_a_version_that_was_tested() -> None:

@@ -10,7 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import STRATEGIES, Buckets, CudaGraph, Dynamic, Modular, Part, Program, Regional, Stage, Strategy, Whole
+from strategies import (
+    STRATEGIES,
+    Buckets,
+    Checkpointing,
+    CudaGraph,
+    Dynamic,
+    Modular,
+    Part,
+    Program,
+    Regional,
+    Stage,
+    Strategy,
+    Whole,
+)
 from strategies.base import apply, compiler_settings, label, ordered
 
 
@@ -91,6 +104,17 @@ def test_an_exclusive_strategy_tolerates_no_shared_one_beside_it() -> None:
 
     with pytest.raises(ValueError, match="'alone' and 'shared'"):
         ordered([Shared(), Alone()])
+
+
+def test_checkpointing_goes_with_what_changes_something_else_of_the_eager_module() -> None:
+    @dataclass(kw_only=True, slots=True)
+    class ChannelsLast(Shared):
+        name: ClassVar[str] = "channels_last"
+        stage: ClassVar[Stage] = Stage.ACTIVATIONS
+
+    assert label([Checkpointing(), ChannelsLast(), Regional()]) == "channels_last+checkpointing+regional"
+    with pytest.raises(ValueError, match="'checkpointing' and 'checkpointing' both act on the activations stage"):
+        ordered([Checkpointing(), Checkpointing(every=2)])
 
 
 @pytest.mark.parametrize("fails", [False, True])
