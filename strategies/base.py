@@ -201,11 +201,11 @@ class Program:
         return self.captures_steps or (self.network is not None and self.network.alive)
 
     @property
-    def capture_settled(self) -> bool:
+    def done_capturing(self) -> bool:
         """Whether nothing that the last step called waits for a graph."""
         step, network = self.step, self.network
-        settled = step is None or step.given_up or step.done_capturing
-        return settled and (network is None or not network.wanted or network.done_capturing)
+        whole = step is None or step.given_up or step.done_capturing
+        return whole and (network is None or not network.wanted or network.done_capturing)
 
     @property
     def replays(self) -> int:

@@ -151,11 +151,11 @@ class Kind:
             self._codes[layout] = types.FunctionType(code, _call.__globals__, code.co_name)
         return self._codes[layout]
 
-    def settle(self) -> list[Region]:
+    def update_states(self) -> list[Region]:
         """Between two steps: take what its checks have found; returns the regions that have another state by it."""
         for proof in self.proofs.values():
             proof.proven |= proof.clean
-        return [one for one in self.regions if one.settle()]
+        return [one for one in self.regions if one.update_state()]
 
     def request_checks(self, *, of_all: bool = True) -> None:
         """Check the next call of each signature once more; unless ``of_all``, other signatures than the next that is
@@ -348,7 +348,7 @@ class Region(StandIn):
             self.set_state(self.state, active=active)
         self._eager_in_step = self._compiled_in_step = False
 
-    def settle(self) -> bool:
+    def update_state(self) -> bool:
         """Between two steps: take the state that the step's checks call for; returns whether it is a new one."""
         before = self.state
         if self.of.failure is not None:

@@ -318,7 +318,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def settle_shards(module: nn.Module, *, gradients: bool = False) -> None:
+def reset_fsdp_state(module: nn.Module, *, gradients: bool = False) -> None:
     """Bring what FSDP2 has sharded of ``module`` into the state between two steps, as after a backward.
 
     A forward without a backward leaves the root's parameters gathered: copies that later changes of the shards do not

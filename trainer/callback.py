@@ -175,7 +175,7 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._sigterm is not None:
-            self._sigterm.settle()
+            self._sigterm.wait()
         self.finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

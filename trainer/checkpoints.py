@@ -147,10 +147,10 @@ class Checkpoints(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What is being written is whole; from here on a signal ends the process at once."""
         if isinstance(writer := trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-            writer.settle()
+            writer.wait_until_written()
         self._stop.in_training = False
         if self._agreement is not None:
-            self._agreement.settle()
+            self._agreement.wait()
         self._losses.check(everything=False)  # the telemetry has read all by now
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

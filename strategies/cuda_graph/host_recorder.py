@@ -25,7 +25,7 @@ from strategies.compile_errors import origin_of, users_line
 from strategies.cuda_graph.batch_index import IndexWatch
 from strategies.cuda_graph.host_state import GONE, HostState, Value, named
 from strategies.cuda_graph.host_values import LIGHTNING, HostValues, random_states, top_of
-from strategies.torch_patches import settle_shards
+from strategies.torch_patches import reset_fsdp_state
 
 _PURE = """builtins math cmath _operator itertools _functools functools _collections collections _abc _bisect _heapq
 _struct _sre re _string _warnings _thread _weakref _typing typing _json _csv array _copy copyreg _contextvars _ast _stat
@@ -90,7 +90,7 @@ class HostRecorder(HostValues):
                     yield
             finally:
                 sys.setprofile(profile)
-                settle_shards(module)
+                reset_fsdp_state(module)
         for change in self.state().changes():
             self._problem(f"changes {change.what}, which a replay would not")
         if before != random_states(self._device):

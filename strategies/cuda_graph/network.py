@@ -752,7 +752,7 @@ class NetworkGraphs:
         for one in self.networks if active else reversed(self.networks):
             one.replace_call(active and one.reason is None)
         if not active:
-            self._settle()
+            self._replace_uncalled()
 
     def _leave_regions(self) -> None:
         """What lies within a region is the compiler's."""
@@ -766,7 +766,7 @@ class NetworkGraphs:
                 if not any(one.path != path and is_ancestor(path, one.path) for path in paths)
             ]
 
-    def _settle(self) -> None:
+    def _replace_uncalled(self) -> None:
         """Between two steps: what is never called gives way to what is in it."""
         program = self._program
         assert program is not None

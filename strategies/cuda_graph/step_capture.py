@@ -39,7 +39,7 @@ from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
 from strategies.optimizer.step import GraphedStep, graphed
 from strategies.region_state import entries_of
 from strategies.tolerance import rounding_unit
-from strategies.torch_patches import UnreducedGradients, as_capturing, settle_shards
+from strategies.torch_patches import UnreducedGradients, as_capturing, reset_fsdp_state
 
 MAX_CONSTANTS = 3
 """Sets of hyperparameters taken by value after which a schedule is taken to change them all the time."""
@@ -108,7 +108,7 @@ class StepCapture(StepHook):
     @property
     def done_capturing(self) -> bool:
         """Whether the last step was replayed, or none like it will be."""
-        return self._program.capture_settled
+        return self._program.done_capturing
 
     @property
     def audits(self) -> list[Audit]:
@@ -173,7 +173,7 @@ class StepCapture(StepHook):
                 self._give_up_after(error, optimizer)
             return self.run(micro, go)
         except StateChanges as error:
-            settle_shards(self._module, gradients=self._unreduced is None)
+            reset_fsdp_state(self._module, gradients=self._unreduced is None)
             self._stop(str(error))
             return go(micro)
         if micro.ends and optimizer is None:
@@ -185,7 +185,7 @@ class StepCapture(StepHook):
 
     def _clear_after_capture(self, micro: MicroBatch) -> None:
         """A capture may have ended in the middle of a forward, and its gradients lie in a graph's memory."""
-        settle_shards(self._module, gradients=True)
+        reset_fsdp_state(self._module, gradients=True)
         if self._unreduced is not None:
             self._unreduced.attach(empty=micro.begins)
         elif not self._gradients:

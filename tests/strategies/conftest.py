@@ -82,7 +82,7 @@ def one_step(program: Program) -> Iterator[None]:
     finally:
         program.activate(False)
         for kind in program.kinds.values():
-            kind.settle()
+            kind.update_states()
 
 
 def loss_and_gradients(module: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

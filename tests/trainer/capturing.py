@@ -21,7 +21,7 @@ class Captured(L.Callback):
         self.program: Program | None = None
         self.capture: StepCapture | None = None
         self.facts: dict[str, Any] = {}
-        self.settled: list[bool] = []
+        self.done: list[bool] = []
         self.audit_at: tuple[int, ...] = ()
         self._unwrap_step: Callable[[], None] = lambda: None
 
@@ -54,8 +54,8 @@ class Captured(L.Callback):
         assert self.program is not None
         self.program.activate(False)
         for kind in self.program.kinds.values():
-            kind.settle()
-        self.settled.append(self.capture.done_capturing)
+            kind.update_states()
+        self.done.append(self.capture.done_capturing)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.capture is not None

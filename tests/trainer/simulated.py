@@ -205,9 +205,9 @@ class Simulation:
 
 
 FEW_STEPS = {
-    "SETTLE_STEPS": 2,
+    "WARMUP_STEPS": 2,
     "QUIET_STEPS": 1,
-    "MAX_SETTLE_STEPS": 12,
+    "MAX_WARMUP_STEPS": 12,
     "CHECK_EVERY": 1,
     "TIMED_STEPS": 2,
     "TIMED_SECONDS": 0.0,

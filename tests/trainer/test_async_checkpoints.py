@@ -48,7 +48,7 @@ def test_what_changes_after_a_save_is_not_in_the_file(tmp_path: Path, gate: thre
     state["rates"].append(0.1)  # type: ignore[attr-defined]
     assert not path.exists()
     gate.set()
-    writer.settle()
+    writer.wait_until_written()
     loaded, now = (torch.load(file, weights_only=True) for file in (path, tmp_path / "now.ckpt"))
     assert loaded["rates"] == [0.5]
     for name, tensor in now["state_dict"].items():
@@ -122,5 +122,5 @@ def test_what_is_rotated_away_stays_until_its_successor_is_whole(tmp_path: Path,
         assert old.exists()
         gate.set()
         with pytest.raises(OSError, match="file") if kept else contextlib.nullcontext():
-            writer.settle()
+            writer.wait_until_written()
         assert old.exists() == kept

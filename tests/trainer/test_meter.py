@@ -58,12 +58,12 @@ def test_it_is_warm_when_the_warm_up_steps_are_over_whether_they_were_timed_or_n
 
 def test_new_shapes_before_a_switch_are_not_counted_against_steady_steps_after_it() -> None:
     meter = Meter(warmup_steps=0)
-    for unsettled in (False, True):
-        meter.add(Step(1, seconds=9.0, unsettled=unsettled))
+    for new_shape in (False, True):
+        meter.add(Step(1, seconds=9.0, new_shape=new_shape))
     meter.restart()
     meter.add(step(2))
     assert (filled(meter).new_shape_steps, filled(meter).new_shape_seconds) == (0, None)
-    meter.add(Step(3, seconds=0.4, unsettled=True))
+    meter.add(Step(3, seconds=0.4, new_shape=True))
     assert filled(meter).new_shape_seconds == pytest.approx(0.3)
 
 
@@ -167,13 +167,11 @@ def test_shapes_are_those_of_the_tensors_of_any_kind_of_batch() -> None:
     assert shape_of(None) == ()
 
 
-def test_shapes_settle_unless_most_batches_have_one_of_their_own() -> None:
+def test_a_new_shape_counts_unless_most_batches_have_one_of_their_own() -> None:
     again, own = SeenShapes(), SeenShapes()
-    found = [
-        (again.unsettled(torch.zeros(1 + number % 40)), own.unsettled(torch.zeros(1 + number))) for number in range(100)
-    ]
+    found = [(again.is_new(torch.zeros(1 + number % 40)), own.is_new(torch.zeros(1 + number))) for number in range(100)]
     assert found[:16] == [(False, False)] + [(True, True)] * 15
     assert found[16:] == [(False, False)] * 84, "40 shapes are many until they come again"
-    assert again.unsettled(torch.zeros(200))
-    assert not again.unsettled(torch.zeros(200)), "it is not new"
-    assert not own.unsettled(torch.zeros(200))
+    assert again.is_new(torch.zeros(200))
+    assert not again.is_new(torch.zeros(200)), "it is not new"
+    assert not own.is_new(torch.zeros(200))

@@ -349,8 +349,8 @@ def test_what_is_prepared_is_no_steady_step(tmp_path: Path) -> None:
     captured = Captured([Recorded()])
     captured.audit_at = (10,)
     fit(Net(), tmp_path, captured)
-    unsettled = [step for step, settled in enumerate(captured.settled) if not settled]
-    assert unsettled == [0, 1, 2, 10]
+    waiting = [step for step, done in enumerate(captured.done) if not done]
+    assert waiting == [0, 1, 2, 10]
 
 
 # ---- the user's code is called as in eager ---------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from trainer.telemetry.telemetry import Telemetry
 
 ENDLESS = 1_000_000
 """Steps that are planned for a run whose length nobody knows."""
-SETTLE_STEPS, QUIET_STEPS, MAX_SETTLE_STEPS = 5, 3, 60
-"""First steps of an arm, which are not timed: regions are checked, kernels are loaded, steps are captured. It settles
-once nothing was prepared in ``QUIET_STEPS``, or after the most."""
+WARMUP_STEPS, QUIET_STEPS, MAX_WARMUP_STEPS = 5, 3, 60
+"""First steps of an arm, which are not timed: regions are checked, kernels are loaded, steps are captured. They are
+over once nothing was prepared in ``QUIET_STEPS``, or after the most."""
 CHECK_EVERY = 5
 """Steps between two looks at an arm; processes speak to each other at a look."""
 TIMED_STEPS, TIMED_SECONDS, MAX_TIMED_STEPS = 10, 0.5, 100
@@ -91,7 +91,7 @@ class Chooser(StepHook):
         """Of the last step, whose clock is read when the next one begins."""
         self._steps: list[TimedStep] = []
         """Of the arm that trains."""
-        self._settled: int | None = None
+        self._warmup_steps: int | None = None
         self._look_at = 0
         self._switching_seconds = 0.0
         self._eager_parts: dict[str, str] = {}
@@ -190,7 +190,7 @@ class Chooser(StepHook):
     # ---- an arm ----------------------------------------------------------------------------------------------------
 
     def _begin_arm(self, arm: Arm) -> None:
-        self._on, self._steps, self._settled, self._look_at = arm, [], None, SETTLE_STEPS
+        self._on, self._steps, self._warmup_steps, self._look_at = arm, [], None, WARMUP_STEPS
 
     def _switch_to(self, arm: Arm) -> None:
         """``arm`` trains from now on, the best one for good."""
@@ -227,14 +227,14 @@ class Chooser(StepHook):
         if reason is not None:
             self._drop_arm(arm, reason)
             return
-        if self._settled is None:
-            if len(self._steps) < MAX_SETTLE_STEPS and self._loop.any_rank(self._still_settling()):
+        if self._warmup_steps is None:
+            if len(self._steps) < MAX_WARMUP_STEPS and self._loop.any_rank(self._still_warming_up()):
                 return
             if arm.captured and not self._loop.all_ranks(self._program.replays > 0):
                 self._drop_arm(arm, f"no step was captured in {len(self._steps)} steps")
                 return
-            self._settled = len(self._steps) - (0 if arm is self._base else QUIET_STEPS)
-            self._look_at = self._settled + TIMED_STEPS
+            self._warmup_steps = len(self._steps) - (0 if arm is self._base else QUIET_STEPS)
+            self._look_at = self._warmup_steps + TIMED_STEPS
             return
         self._telemetry.meter.time_steps()
         found = self._loop.broadcast(self._judged(arm))
@@ -247,17 +247,17 @@ class Chooser(StepHook):
             arm.stepped_back_at_step = self._loop.steps_done
         self._look_for_next()
 
-    def _still_settling(self) -> bool:
+    def _still_warming_up(self) -> bool:
         """Whether something is still being prepared."""
         program = self._program
         busy = program.found is not None
         busy |= any(region.called and region.state == "checking" for region in program.regions)
-        busy |= self._on.captured and not (program.capture_settled and program.replays)
+        busy |= self._on.captured and not (program.done_capturing and program.replays)
         return busy or not all(one.steady for one in self._steps[-QUIET_STEPS:])
 
     def _judged(self, arm: Arm) -> tuple[dict[Any, list[float]], float, float, int | None, bool] | None:
         """What was measured of ``arm``, and whether it stays; None where more steps have to be timed."""
-        timed = [one for one in self._steps[self._settled :] if one.steady]
+        timed = [one for one in self._steps[self._warmup_steps :] if one.steady]
         seconds = [one.step.seconds for one in timed]
         if not seconds or (len(timed) < TIMED_STEPS and len(self._steps) < MAX_STEPS):
             return None
@@ -265,8 +265,10 @@ class Chooser(StepHook):
         for one in timed:
             by_shape.setdefault(one.shape, []).append(one.step.seconds)
         median = statistics.median(seconds)
-        setup = self._switching_seconds + sum(max(0.0, one.seconds - median) for one in self._steps[: self._settled])
-        setup += sum(max(0.0, one.seconds - median) for one in self._steps[self._settled :] if one.step.compiled)
+        setup = self._switching_seconds + sum(
+            max(0.0, one.seconds - median) for one in self._steps[: self._warmup_steps]
+        )
+        setup += sum(max(0.0, one.seconds - median) for one in self._steps[self._warmup_steps :] if one.step.compiled)
         ahead = sum(one.ahead for one in timed)
         waited = ahead < max(AHEAD_STEPS, AHEAD_SHARE * len(timed))
         measured = Arm(step_seconds=median, by_shape=by_shape)

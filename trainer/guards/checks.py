@@ -145,7 +145,7 @@ class Checks(StepHook):
         """Between two steps: what the step's checks found comes into force."""
         self._in_step = False
         self._steps += stepped
-        self.settle(agreeing=stepped and self._agrees())
+        self.apply_results(agreeing=stepped and self._agrees())
         if stepped and self._steps in (1, CHANCES) and self._record.regions:
             self._verify(last=self._steps == CHANCES)
         if stepped and self._loop.steps_done % self._loop.log_every_n_steps == 0:
@@ -157,7 +157,7 @@ class Checks(StepHook):
         audited = 0 <= self._steps - self._round_at <= max(len(self._program.kinds), 1)
         return self._loop.world_size > 1 and (self._steps <= FIRST_STEPS or audited or every)
 
-    def settle(self, *, agreeing: bool = False) -> None:
+    def apply_results(self, *, agreeing: bool = False) -> None:
         """Take what checks have found, this process's own and, where all are ``agreeing``, the others'."""
         telemetry, program = self._telemetry, self._program
         telemetry.compiler.collect()
@@ -174,7 +174,7 @@ class Checks(StepHook):
         compiled = False
         for kind in kinds:
             kind.apply_remedy()
-            new = kind.settle()
+            new = kind.update_states()
             # Steps before ran eager: their memory is no compiled one's.
             compiled |= any(one.state == "compiled" for one in new)
             if kind.failure is not None and new:

@@ -13,7 +13,7 @@ from strategies.loop_protocol import Loop, StepHook
 from strategies.padding import Padding, length_of, tensor_of
 from trainer.telemetry.compiler import CompilerMonitor
 
-SETTLED = 2
+COMPILING_BATCHES = 2
 """Batches of a shape in which code is compiled for it: a region is checked at the first, and copies of it whose weights
 have other sizes run compiled from the second on. As many steps of the optimizer: the first one makes its state."""
 
@@ -56,7 +56,7 @@ class RecompileGuard(StepHook):
         """A training batch is through. Raises RecompileError under ``on_recompile=fail``."""
         sizes = self._padding.batch_sizes
         _, rows, edge = self._shape
-        guarded = self._all_came and self._steps >= SETTLED
+        guarded = self._all_came and self._steps >= COMPILING_BATCHES
         self._end(guarded, rows in sizes.get(edge, ()), f"in training step {self._loop.steps_done}")
         self._steps += stepped
         # Smaller last batches are not waited for.
@@ -86,7 +86,7 @@ class RecompileGuard(StepHook):
         self._compilations, self._events = self._compiler.compilations, len(self._compiler.events)
 
     def _end(self, guarded: bool, planned: bool, where: str) -> None:
-        known = self._seen[self._shape] >= SETTLED
+        known = self._seen[self._shape] >= COMPILING_BATCHES
         self._seen[self._shape] += 1
         if self._compiler.compilations == self._compilations:
             return

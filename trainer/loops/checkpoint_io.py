@@ -62,7 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` so that ``path`` is the old file or the new one, never a half. Raises OSError."""
-        self.settle()
+        self.wait_until_written()
         if self.background:
             host = on_host(checkpoint)
             self.write_beside(lambda: self._write(host, Path(path)))
@@ -70,10 +70,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self._write(checkpoint, Path(path))
 
     def write_beside(self, write: Callable[[], object]) -> None:
-        """Call ``write`` in the thread, once what came before is done; ``settle`` raises what it raises."""
+        """Call ``write`` in the thread, once what came before is done; ``wait_until_written`` raises what it raises."""
         self._writing = self._thread.submit(write)
 
-    def settle(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait for what is being written. Raises OSError that it has met; that of a directory all processes raise."""
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -81,7 +81,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
         """What a file or a directory of several processes' parts holds; the latter in host memory."""
-        self.settle()
+        self.wait_until_written()
         if is_directory(Path(path)):
             return load_directory(Path(path), weights_only=weights_only)
         return super().load_checkpoint(path, weights_only=weights_only)
@@ -98,7 +98,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def teardown(self) -> None:
         """Wait for what is being written; what that has met is no reason beside an error that has come before."""
         with contextlib.suppress(*[Exception] if sys.exc_info()[1] is not None else []):
-            self.settle()
+            self.wait_until_written()
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         target = beside(path, "new") if is_directory(path) else path
@@ -321,7 +321,7 @@ class ShardedCheckpoints(ModelParallelStrategy):
         states. Without optimizers their states are left out."""
         assert self.lightning_module is not None
         if isinstance(self.checkpoint_io, AtomicCheckpointIO):
-            self.checkpoint_io.settle()
+            self.checkpoint_io.wait_until_written()
         spread = {f"state_dict.{key}": value for key, value in self.lightning_module.state_dict().items()}
         for place, optimizer in enumerate(self.optimizers):
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -348,10 +348,10 @@ class ShardedCheckpoints(ModelParallelStrategy):
 def save_directory(checkpoint: Mapping[str, Any], path: Path, strategy: ModelParallelStrategy) -> None:
     """Write ``checkpoint`` by all processes, so that ``path`` is the old one or the new one, never a half.
 
-    Raises OSError in all of them where one cannot write; where a thread does, in all at their next ``settle``.
+    Raises OSError in all of them where one cannot write; where a thread does, in all when they next wait for it.
     """
     writer = strategy.checkpoint_io if isinstance(strategy.checkpoint_io, AtomicCheckpointIO) else AtomicCheckpointIO()
-    writer.settle()
+    writer.wait_until_written()
     path = Path(strategy.broadcast(path))
     new, group = beside(path, "new"), host_group("checkpoints")
     tensors: dict[str, Any] = {"state_dict": {}}

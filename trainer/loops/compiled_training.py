@@ -349,10 +349,10 @@ class CompiledTraining:
             return
         self.program.activate(False)
         if self._checks is not None:
-            self._checks.settle()
+            self._checks.apply_results()
         else:
             for kind in self.program.kinds.values():
-                if kind.settle() and kind.failure is not None:
+                if kind.update_states() and kind.failure is not None:
                     line = f"{kind.name} runs eager: {kind.failure}"
                     rank_zero_warn(self._words(line))
         if self._recompiles is not None:

@@ -71,12 +71,12 @@ class Agreement:
 
         Every process calls it at the same steps. Raises RuntimeError where one of them is gone.
         """
-        before = self.settle() or (0,) * len(flags)
+        before = self.wait() or (0,) * len(flags)
         tensor = torch.tensor(flags)
         self._sent = tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True)
         return before
 
-    def settle(self) -> tuple[int, ...]:
+    def wait(self) -> tuple[int, ...]:
         """The flags that are on their way, once all processes have held up theirs; empty without any."""
         if self._sent is None:
             return ()
@@ -127,8 +127,8 @@ class EpochEnds:
 
     def batch_ends(self) -> None:
         """It was the last one where it was so anywhere."""
-        if settled := self._agreement.settle():
-            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = bool(settled[0])
+        if flags := self._agreement.wait():
+            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = bool(flags[0])
 
     def epoch_ends(self) -> None:
         """Without a batch, this process has asked nobody."""

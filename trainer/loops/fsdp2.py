@@ -138,7 +138,7 @@ class FSDP2(ShardedCheckpoints):
         # A replayed graph calls nothing here. Gathers meet by their order alone: others of the same size are mixed.
         order = zlib.crc32(repr(self._called).encode())
         orders = [self._agreement.exchange(*((order, -order) if self._called else (0, -UNKNOWN)))]
-        orders += [self._agreement.settle()] if last else []
+        orders += [self._agreement.wait()] if last else []
         mine, self._called = ", ".join(dict.fromkeys(one or "the rest" for one in self._called)), []
         if any(largest != -least and least != -UNKNOWN for largest, least in orders):
             raise ValueError(

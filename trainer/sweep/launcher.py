@@ -291,10 +291,10 @@ def run_cell(cell: PlannedCell, signals: Sequence[int]) -> None:
     if exit_code != 0:  # processes that it started, other ranks for instance
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-    cell.record, cell.exit_code = _settled(cell, exit_code, signals), exit_code
+    cell.record, cell.exit_code = _final_record(cell, exit_code, signals), exit_code
 
 
-def _settled(cell: PlannedCell, exit_code: int, signals: Sequence[int]) -> RunRecord:
+def _final_record(cell: PlannedCell, exit_code: int, signals: Sequence[int]) -> RunRecord:
     """The record that it left, or that is written for it: finished, interrupted or failed, and why."""
     record = loaded(cell.directory) or cell.record  # refused or dead before the first record
     if record.status in ("failed", "interrupted") or (exit_code == 0 and record.status == "finished"):

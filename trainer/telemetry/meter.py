@@ -65,7 +65,7 @@ class Step:
     """Whether it was audited, or belongs to a window that is timed beside eager's: neither steady nor warm-up."""
     after: str | None = None
     """The pause that it is the first step after, ``validating`` for instance."""
-    unsettled: bool = False
+    new_shape: bool = False
     """Whether one of its batches has a new shape that is not steady, because others come again."""
     batches: int = 0
     """Micro-batches so far."""
@@ -85,7 +85,7 @@ class Step:
     @property
     def disturbed(self) -> bool:
         """Whether it did what later steps need not do again."""
-        return self.compiled or self.unsettled
+        return self.compiled or self.new_shape
 
     def place(self, what: str, micro_batch: int = 0) -> NonFinite:
         """``what`` happened at one of its micro-batches."""

@@ -53,7 +53,7 @@ class SeenShapes:
         self._seen: set[Any] = set()
         self._again = 0
 
-    def unsettled(self, batch: Any) -> bool:
+    def is_new(self, batch: Any) -> bool:
         """Whether its shapes are new although others come again, so that it costs once what a steady step does not. Not
         for the very first, which the warm-up leaves out, nor where most batches have a shape of their own."""
         shape = shape_of(batch)
@@ -152,7 +152,7 @@ class Telemetry:
         step.batches += 1
         if self.count is not None:
             step.add(self.count(batch))
-        step.unsettled |= self._shapes.unsettled(batch)
+        step.new_shape |= self._shapes.is_new(batch)
         if loss is not None:
             step.losses.append(loss)
         done = self._loop.steps_done
