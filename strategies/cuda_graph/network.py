@@ -246,7 +246,7 @@ class Network(StandIn):
         others = tuple(one for one in leaves if not isinstance(one, Tensor))
         for one in others:
             if not isinstance(one, EQUAL):
-                raise CannotCapture(f"it is called with {type(one).__name__}, which no graph could compare")
+                raise CannotCapture(f"it is called with {type(one).__name__}, which cannot be compared before a replay")
         for one in tensors:
             if type(one) not in (Tensor, nn.Parameter) or one.layout is not torch.strided:
                 raise CannotCapture(f"it is called with {type(one).__name__} of layout {one.layout}")
@@ -391,12 +391,12 @@ class Network(StandIn):
             of.checking.report(check)
             of.compared.append(outcome)
         if outcome.skipped is not None and not audit:
-            self.reject(f"its graph cannot be compared with it: {outcome.skipped}")
+            self.reject(f"its replay cannot be compared with it: {outcome.skipped}")
         elif outcome.wrong:
             del variant.graphs[lane]
             kind.failures += 1
             if audit or kind.failures > 1:
-                line = f"its graph does not repeat it: {'; '.join(map(str, outcome.wrong[:2]))}"
+                line = f"its replay differs from it: {'; '.join(map(str, outcome.wrong[:2]))}"
                 of.differs.append((self, line, outcome.wrong, audit))
                 self.reject(line)
 
@@ -601,7 +601,7 @@ class Network(StandIn):
             engine.set_random_state(random)
 
 
-DOUBLE_BACKWARD = "a gradient of its gradient is taken (create_graph=True), which no graph holds"
+DOUBLE_BACKWARD = "a gradient of its gradient is taken (create_graph=True), which no CUDA graph holds"
 
 
 class _Replay(torch.autograd.Function):
@@ -680,11 +680,11 @@ class NetworkGraphs:
         if program.sharded:
             self._reject("under fsdp2 the whole step is captured, or nothing")
         elif len(submodules(program.regions)) < len(program.regions):
-            self._reject("methods are compiled (second_order), and the modules in them are theirs")
+            self._reject("methods are compiled (second_order), and the modules that they call with them")
         elif together:
             self.networks = [Network(self, one.path, one.module) for one in program.regions]
             if not self.networks:
-                self._reject("of several processes each captures its regions, and nothing is compiled")
+                self._reject("with several processes compiled regions alone are captured, and nothing is compiled")
         else:
             self._add("", program.module)
             self._add_children("", program.module)
@@ -912,7 +912,7 @@ def _output(value: Any, inputs: Sequence[Tensor]) -> Any:
     if isinstance(value, EQUAL):
         return value
     if not isinstance(value, Tensor):
-        raise CannotCapture(f"it returns {type(value).__name__}, of which a graph could return but one")
+        raise CannotCapture(f"it returns {type(value).__name__}, and a replay cannot make a new one")
     place = next((place for place, one in enumerate(inputs) if one is value), None)
     if place is not None:
         return _Same(place=place)

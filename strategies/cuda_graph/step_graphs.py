@@ -381,8 +381,8 @@ class StepGraphs:
             shape = self._shapes[key] = Shape(name=f"{name} on {described}")
             if len(self._shapes) > MAX_KEYS and not self.replays:
                 self.unfit = StateChanges(
-                    f"{len(self._shapes)} batches of different shapes or contents, and none came twice: what a batch "
-                    "holds beside tensors tells graphs apart"
+                    f"{len(self._shapes)} batches of different shapes or contents, and none came twice: values of "
+                    "a batch that are no tensors are part of a graph's key"
                 )
         variant = next((each for each in reversed(shape.variants) if each.change() is None), None)
         if variant is not None:
@@ -666,7 +666,7 @@ class StepGraphs:
         assert self.repeating is not None
         if self._needs_proof():
             self.unfit = StateChanges(
-                f"no graph can be compared with a step: {self.repeating.short}; parity=off captures steps uncompared"
+                f"replays cannot be compared with steps: {self.repeating.short}; parity=off captures without comparing"
             )
 
     def _state(self, variant: Variant | None, calls: StepCalls) -> dict[str, dict[str, Tensor]]:
@@ -713,11 +713,13 @@ class StepGraphs:
         none was recorded: then it has to repeat this one."""
         if self._record is None:
             variant.trusted = False
-            raise NotRun(f"{shape.name}: no step like it was recorded, so that the graph repeats this one")
+            raise NotRun(
+                f"{shape.name}: no step of this kind was recorded, so that its replay is compared with this one"
+            )
         repeats = self._graph_repeats(shape, variant, self._record[1], calls, fresh=fresh)
         self._drop_record()
         if not repeats:
-            raise NotRun(f"{shape.name}: the graph did not repeat a step that ran without it, and is looked at again")
+            raise NotRun(f"{shape.name}: the replay differs from a step that ran without it, and is compared again")
 
     def _run_audited(self, shape: Shape, variant: Variant, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
         """Without its graph, which repeats the step then; what the step has left in Python stays."""
@@ -738,8 +740,8 @@ class StepGraphs:
             self._deferred += 1
             self._wants_audit = self._deferred <= MAX_DEFERRED
         elif not variant.trusted:
-            reason = self.repeating.short or "a step of it puts other tensors in the place of some"
-            self.unfit = StateChanges(f"{shape.name}: nothing can prove its graph: {reason}")
+            reason = self.repeating.short or "a step of it replaces some tensors by others"
+            self.unfit = StateChanges(f"{shape.name}: its graph cannot be checked: {reason}")
         if record is not None:
             self._free_record(record)
         return results
@@ -771,7 +773,7 @@ class StepGraphs:
             other.trusted = False
         if variant.failures > 1 and wrong:
             self.unfit = StateChanges(
-                f"the replay of {shape.name} is not the step without it: {'; '.join(map(str, wrong[:3]))}"
+                f"the replay of {shape.name} differs from the step without it: {'; '.join(map(str, wrong[:3]))}"
             )
         return False
 

@@ -140,10 +140,12 @@ def test_a_recompile_after_that_is_an_error_that_says_where_and_why(tmp_path: Pa
 
 def test_or_a_warning_that_is_recorded_once(tmp_path: Path) -> None:
     compile_ = callback(on_recompile="warn")
-    with pytest.warns(UserWarning, match=r"on_recompile=\"warn\"\): compiled after all shapes of batch had come"):
+    with pytest.warns(
+        UserWarning, match=r"on_recompile=\"warn\"\): compiled after all planned shapes of batches had come"
+    ):
         trained(tmp_path, compile_, surprise=8)
     assert compile_.record.steps == 12
-    assert len([note for note in compile_.record.notes if "compiled after all shapes" in note]) == 1
+    assert len([note for note in compile_.record.notes if "compiled after all planned shapes" in note]) == 1
     assert compile_.record.report["warming"]["recompiles_after"] == 1
 
 
@@ -198,7 +200,9 @@ def test_no_other_batch_may_once_all_shapes_have_come(width: int, rows: int) -> 
     for edge in (8, 4, 8, 4):
         one.train(edge, compiles=True)
     one.train(width, rows=rows)
-    with pytest.raises(RecompileError, match=r"^compile\.buckets\.on_recompile=fail: compiled after all shapes"):
+    with pytest.raises(
+        RecompileError, match=r"^compile\.buckets\.on_recompile=fail: compiled after all planned shapes"
+    ):
         one.train(width, rows=rows, compiles=True)
 
 

@@ -44,7 +44,7 @@ CHANCES = 10
 """Optimizer steps within which a region has to be called: what joins later is no mistake."""
 NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
 CALLED_IN_VAIN = "called, and nothing in it was compiled"
-JOINED = "joined the module while it trained and runs eager: what is compiled is chosen before"
+JOINED = "was added to the module while it trained and runs eager: what is compiled is chosen before"
 SHARDED = "its parameters are sharded: nothing is compared"
 NOT_AUDITED = "the run ended before a step was audited"
 

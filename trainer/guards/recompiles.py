@@ -97,7 +97,7 @@ class RecompileGuard(StepHook):
             return
         new = [event for event in self._compiler.events[self._events :] if event.kind == "recompile"]
         reason = "; ".join(f"{event.reason} ({event.location})" for event in new) or "code that had never run"
-        line = f"compiled after all shapes of batch had come, {where}: {reason}"
+        line = f"compiled after all planned shapes of batches had come, {where}: {reason}"
         facts, name = self._facts, self._padding.name
         facts["recompiles_after"] = facts.get("recompiles_after", 0) + 1
         if self._padding.on_recompile == "fail":
