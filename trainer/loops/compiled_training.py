@@ -206,7 +206,7 @@ class CompiledTraining:
             # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
             raise ValueError(
                 f"trainer.accumulate_grad_batches={loop.micro_batches}: CUDA graphs "
-                "(mode reduce-overhead or max-autotune) may overwrite accumulated gradients without a word; "
+                "(mode reduce-overhead or max-autotune) may silently overwrite accumulated gradients; "
                 "use mode=max-autotune-no-cudagraphs or default"
             )
         loop.cuda_graphs = self._cuda_graphs
