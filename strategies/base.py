@@ -315,8 +315,8 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     kept = [strategy for strategy in given if not strategy.removed]
     result = sorted(kept, key=lambda strategy: (strategy.stage, strategy.name))
     for first, second in itertools.pairwise(result):
-        both = first.name == second.name or first.exclusive or second.exclusive
-        if first.stage == second.stage and both:
+        together = first.name != second.name and not (first.exclusive or second.exclusive)
+        if first.stage == second.stage and not together:
             raise ValueError(
                 f"compile: {first.name!r} and {second.name!r} both act on the {first.stage.name.lower()} stage; "
                 "choose one of them"

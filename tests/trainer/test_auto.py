@@ -208,7 +208,9 @@ def test_it_goes_with_buckets_and_with_validation(tmp_path: Path, monkeypatch: p
     record = train(tmp_path, *many, "trainer.max_steps=60", "trainer.val_every_n_steps=8", strategy="[auto,buckets]")
     assert record.status == "finished"
     assert "regional" in [name for name, row in record.report["auto"]["table"].items() if row["steps_timed"]]
-    assert [note for note in record.notes if "after all planned shapes" in note] == [], "kinds are compiled one after the other"
+    assert [note for note in record.notes if "after all planned shapes" in note] == [], (
+        "kinds are compiled one after the other"
+    )
 
 
 @pytest.mark.parametrize("other", [Whole(), Regional()], ids=["whole", "regional"])

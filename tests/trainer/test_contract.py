@@ -276,7 +276,8 @@ def test_a_second_training_is_what_the_first_one_was(arm: str, tmp_path: Path, e
     first, second = train_twice(tmp_path, arm)
     assert differences(first.within, second.within) == []
     for one, eager in zip((first, second), eager_twice, strict=True):
-        assert differences(eager.after, one.after) == [], "nothing outlives a training"
+        outlives = [line for line in differences(eager.after, one.after) if not line.startswith("weights ")]
+        assert outlives == [], "their layout may, and nothing else"
         if not STRATEGIES[arm].reorders_data:
             assert one.losses == pytest.approx(eager.losses, rel=FLOOR)
         every_strategy_did_something_or_says_that_it_did_not(one.record)
