@@ -115,6 +115,12 @@ class StepCapture(StepHook):
         """Every graph that has repeated a step, in order."""
         return self._graphs.audits
 
+    @property
+    def differs(self) -> tuple[str, bool] | None:
+        """Why captured steps run in Python again, where a graph was not the step without it twice in a row, the same on
+        all processes; and whether it had passed before."""
+        return self._graphs.differs
+
     def audit_next(self) -> None:
         """Take one of the next micro-batches without its graph, which repeats it and has to leave the same. Which one:
         graphs take turns. All processes call it at the same step."""

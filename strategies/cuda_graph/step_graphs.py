@@ -342,6 +342,8 @@ class StepGraphs:
         """Lines for the user, one for each refusal; a program's own where its steps are captured."""
         self.unfit: StateChanges | None = None
         """Why this process is to capture no more, from the next step on."""
+        self.differs: tuple[str, bool] | None = None
+        """Why a graph is not the step without it, the same on all processes; and whether it had passed before."""
         self._number = 0
         self._record: tuple[Variant, RecordedStep] | None = None
         """A recorded step that waits for its graph."""
@@ -771,10 +773,11 @@ class StepGraphs:
         variant.failures += 1
         for _, other in self._captured():
             other.trusted = False
-        if variant.failures > 1 and wrong:
-            self.unfit = StateChanges(
-                f"the replay of {shape.name} differs from the step without it: {'; '.join(map(str, wrong[:3]))}"
-            )
+        if variant.failures > 1:
+            found_here = "; ".join(map(str, wrong[:3])) or "on another process"
+            reason = f"the replay of {shape.name} differs from the step without it: {found_here}"
+            self.differs = reason, any(one.passed and one.name == shape.name for one in self.audits)
+            self.unfit = StateChanges(reason)
         return False
 
 

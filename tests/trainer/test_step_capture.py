@@ -21,6 +21,8 @@ from strategies.cuda_graph.host_recorder import HostRecorder
 from tests.trainer.capturing import Captured
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.recording import Recorded, RecordingEngine
+from trainer.callback import Compile
+from trainer.guards import ParityError
 
 
 class Net(L.LightningModule):
@@ -479,6 +481,24 @@ def test_an_audit_finds_what_a_backward_reads_unseen(tmp_path: Path, monkeypatch
     assert [one.passed for one in captured.facts and captured.capture.audits] == [True, True, False, False]  # type: ignore[union-attr]
     assert captured.facts["parity"]["verdict"] == "failed"
     assert "differs from the step without it" in captured.program.given_up["step"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("on_difference", ["eager", "fail"])
+def test_a_captured_step_that_differs_goes_eager_or_ends_the_run(
+    on_difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostRecorder, "_entered", lambda *_: None)
+    compile_ = Compile([Recorded()], on_difference=on_difference)
+    line = (
+        r"the captured step runs without a graph from step 18 on: the replay of .* differs from the step without it: "
+    )
+    line += r".*; it may have been so since step 8, the last one that was audited clean"
+    ended = pytest.raises(ParityError, match=r'^on_difference="fail": ' + line)
+    with ended if on_difference == "fail" else pytest.warns(UserWarning, match=line):
+        fit(ReadsInItsBackward(), tmp_path, compile_)
+    assert compile_.record.status == ("failed" if on_difference == "fail" else "finished")
+    assert compile_.record.audits is not None
+    assert compile_.record.audits.verdict == ("failed" if on_difference == "fail" else "went eager")
 
 
 def helper(batch_idx: int) -> None:

@@ -95,7 +95,7 @@ class Checks(StepHook):
         held = ((path, program.module.get_submodule(path)) for path in holders)
         self._holders = {path: (holder, set(holder.children())) for path, holder in held}
         compiles = any(one.compiles for one in program.strategies)
-        record.audits = self.facts if compiles and guarding.parity != "off" else None
+        record.audits = self.facts if (compiles or capture is not None) and guarding.parity != "off" else None
 
     # ---- around a step ---------------------------------------------------------------------------------------------
 
@@ -187,9 +187,12 @@ class Checks(StepHook):
                 self._fell.append(update)
                 self._news = True
                 self._step_fell_back(update)
-        if program.network is not None:
-            while program.network.differs:
-                self._graph_differs(*program.network.differs.pop(0))
+        while program.network is not None and program.network.differs:
+            network, reason, _, trusted = program.network.differs.pop(0)
+            self._graph_differs(network.named, reason, trusted)
+        if self._capture is not None and self._capture.differs is not None and "step" not in self._reported:
+            self._reported.add("step")
+            self._graph_differs("the captured step", *self._capture.differs)
         if self._checked:
             self._checked = False
             hardware.count_peak_from(self._loop.device, 0 if compiled else self._peak)
@@ -251,9 +254,9 @@ class Checks(StepHook):
         elif update.error is not None and self._guarding.on_compile_error == "fail":
             raise CompileFailed(as_typed(f"on_compile_error=fail: {line}", self._record.script)) from update.error
 
-    def _graph_differs(self, network: Network, reason: str, differences: list[Difference], trusted: bool) -> None:
-        """A module that the steps call, whose graph did not repeat it."""
-        line = f"{network.named} runs without a graph from step {self._loop.steps_done + 1} on: {reason}"
+    def _graph_differs(self, named: str, reason: str, trusted: bool) -> None:
+        """A step, or a module that the steps call, whose graph did not repeat it."""
+        line = f"{named} runs without a graph from step {self._loop.steps_done + 1} on: {reason}"
         self._event(line)
         self._differs(line, audited=trusted)
 
