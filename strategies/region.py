@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
-from strategies.region_check import Outcome, check_call, overlapping, written_to
+from strategies.region_check import Outcome, check_call, overlapping, weights_held, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, allow, functions_behind, known
 from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
@@ -260,11 +261,19 @@ class StandIn:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.before: Callable[..., Any] | None = None
+        self._thread = 0
+        """Which runs the steps."""
+
+    @property
+    def is_called_beside_the_step(self) -> bool:
+        """Whether another thread than the step's calls it, and not for a backward, which may compute it again."""
+        return threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
 
     def replace_call(self, standing: bool) -> None:
         """Take the module's call, or give it back."""
         attributes = vars(self.module)
         now = attributes.get("_compiled_call_impl")
+        self._thread = threading.get_ident()
         if standing and now is not self:
             self.before = now
             attributes["_compiled_call_impl"] = self
@@ -369,7 +378,13 @@ class Region(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call compiled, check it, or run what the module is without us."""
         module = self.module
-        if self._inside or torch.compiler.is_compiling() or is_looked_at(args):
+        if torch.compiler.is_compiling():
+            return module._call_impl(*args, **kwargs)
+        if self.is_called_beside_the_step:  # a check would alter weights that the step is about to use
+            self.called = True
+            with weights_held():
+                return module._call_impl(*args, **kwargs)
+        if self._inside or is_looked_at(args):
             return module._call_impl(*args, **kwargs)
         if self._layout is None and any(map(is_lazy, module.parameters())):
             return module._call_impl(*args, **kwargs)
