@@ -396,7 +396,10 @@ class Region(StandIn):
         if self._checking.derives and self._derived is None:
             self._eager_in_step = True
             return self._seen_deriving(args, kwargs)
-        key = self._signature(args, kwargs)
+        try:
+            key = self._signature(args, kwargs)
+        except NoShape:
+            return module._call_impl(*args, **kwargs)
         proof = kind.proofs.get(key)
         if proof is None:
             proof = kind.proofs[key] = Proof(with_gradients=torch.is_grad_enabled())
@@ -669,15 +672,9 @@ class Region(StandIn):
         return tuple(one.shape for one in self.module.parameters() if not is_lazy(one))
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What tells graphs apart, as far as it costs little to know."""
-        return (
-            self.layout,
-            torch.is_grad_enabled(),
-            self.module.training,
-            _shared_memory(args),
-            *map(_shape_of, args),
-            *((name, _shape_of(one)) for name, one in kwargs.items()),
-        )
+        """What tells graphs apart, as far as it costs little to know. Raises NoShape."""
+        shapes = *map(_shape_of, args), *((name, _shape_of(one)) for name, one in kwargs.items())
+        return self.layout, torch.is_grad_enabled(), self.module.training, _shared_memory(args), shapes
 
     # ---- its backward ----------------------------------------------------------------------------------------------
 
@@ -798,8 +795,15 @@ def _shared_memory(args: tuple[Any, ...]) -> Any:
     return tuple(tuple(places[id(one)] for one in group) for group in groups)
 
 
+class NoShape(Exception):
+    """A call gets a nested tensor of the strided layout, which no graph takes: torch's transformer makes one of each
+    padded batch that it evaluates."""
+
+
 def _shape_of(value: Any) -> Any:
     if isinstance(value, Tensor):
+        if value.is_nested and value.layout is torch.strided:
+            raise NoShape
         return value.shape, value.dtype, value.requires_grad
     if isinstance(value, (list, tuple)):
         return tuple(map(_shape_of, value))

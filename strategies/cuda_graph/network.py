@@ -250,6 +250,8 @@ class Network(StandIn):
             if not isinstance(one, EQUAL):
                 raise CannotCapture(f"it is called with {type(one).__name__}, which no graph could compare")
         for one in tensors:
+            if one.is_nested:
+                raise CannotCapture("it is called with a nested tensor")
             if type(one) not in (Tensor, nn.Parameter) or one.layout is not torch.strided:
                 raise CannotCapture(f"it is called with {type(one).__name__} of layout {one.layout}")
             if torch._debug_has_internal_overlap(one) == 1:
