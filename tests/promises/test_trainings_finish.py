@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, ByHand, WithATool
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
 from tests.sweep import MARK
+from trainer.guards.checks import CHECKED_BEFORE
 
 STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
     "regional": lambda: [Regional(backend="aot_eager")],
@@ -229,6 +230,16 @@ def test_a_second_fit() -> None:
 
     for strategy in STRATEGIES.values():
         as_eager(Module, strategy(), then=then)
+
+
+def test_a_second_fit_of_the_same_shapes_says_that_they_were_checked_before() -> None:
+    def then(trainer: L.Trainer, module: Any) -> None:
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, loader(vectors(6)))
+
+    record = as_eager(Module, [Regional(backend="aot_eager")], then=then).record
+    assert record is not None, "of the second one"
+    assert (record.regions_compiled, record.report["parity"]["reason"]) == (2, CHECKED_BEFORE)
 
 
 def test_evaluation_alone() -> None:

@@ -46,6 +46,7 @@ NEVER_CALLED = "never called (a module has to be called itself, not its forward 
 CALLED_IN_VAIN = "called, and nothing in it was compiled"
 JOINED = "joined the module while it trained and runs eager: what is compiled is chosen before"
 SHARDED = "its parameters are sharded: nothing is compared"
+CHECKED_BEFORE = "what is compiled was checked in an earlier training of this module"
 NOT_AUDITED = "the run ended before a step was audited"
 
 
@@ -375,7 +376,8 @@ class Checks(StepHook):
             facts |= {"verdict": "passed"}
         elif kinds or checks:
             reasons = [one.outcome.skipped or "" for one in checks] + [kind.failure or "" for kind in kinds]
-            facts |= {"verdict": "not compared", "reason": next(filter(None, reasons), "no region was called")}
+            nothing = CHECKED_BEFORE if any(kind.is_proven for kind in kinds) else "no region was called"
+            facts |= {"verdict": "not compared", "reason": next(filter(None, reasons), nothing)}
         else:
             facts |= {"verdict": "skipped", "reason": "nothing compiled"}
         worst: dict[str, Difference] = {}
