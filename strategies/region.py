@@ -265,7 +265,7 @@ class StandIn:
         """Which runs the steps."""
 
     @property
-    def is_called_beside_the_step(self) -> bool:
+    def is_called_beside_a_step(self) -> bool:
         """Whether another thread than the step's calls it, and not for a backward, which may compute it again."""
         return threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
 
@@ -314,6 +314,8 @@ class Region(StandIn):
         self.state, self.reason = State.CHECKING if checking.mode != "off" else State.COMPILED, ""
         self.called = False
         """Whether it was called within a step or an evaluation."""
+        self.called_beside_a_step = False
+        """The same by another thread."""
         self._compiled: Callable[..., Any] | None = None
         self._of_forward: Callable[..., Any] | None = None
         """The same of the forward alone, of what is sharded."""
@@ -380,8 +382,8 @@ class Region(StandIn):
         module = self.module
         if torch.compiler.is_compiling():
             return module._call_impl(*args, **kwargs)
-        if self.is_called_beside_the_step:  # a check would alter weights that the step is about to use
-            self.called = True
+        if self.is_called_beside_a_step:  # a check would alter weights that the step is about to use
+            self.called_beside_a_step = True
             with weights_held():
                 return module._call_impl(*args, **kwargs)
         if self._inside or is_looked_at(args):

@@ -189,7 +189,7 @@ class Network(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of = self.of
-        if self.is_called_beside_the_step:
+        if self.is_called_beside_a_step:
             return self._run_without_graph(args, kwargs)
         if of.inside or not of.in_force or self.reason is not None or is_looked_at(args):
             self.called |= not of.inside

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, ByHand, WithATool
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
 from tests.sweep import MARK
-from trainer.guards.checks import CHECKED_BEFORE
+from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE
 
 STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
     "regional": lambda: [Regional(backend="aot_eager")],
@@ -221,6 +221,12 @@ def test_predict_and_test_after_a_fit() -> None:
 
     for strategy in STRATEGIES.values():
         as_eager(Tests, strategy(), then=then)
+
+
+def test_blocks_that_another_thread_calls_are_named() -> None:
+    record = as_eager(CASES["CalledInAThread"].make, [Regional(backend="aot_eager")]).record
+    assert record is not None
+    assert set(record.eager_parts.values()) == {CALLED_BESIDE}
 
 
 def test_a_second_fit() -> None:

@@ -43,6 +43,7 @@ FIRST_STEPS = 3
 CHANCES = 10
 """Optimizer steps within which a region has to be called: what joins later is no mistake."""
 NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
+CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
 CALLED_IN_VAIN = "called, and nothing in it was compiled"
 JOINED = "joined the module while it trained and runs eager: what is compiled is chosen before"
 SHARDED = "its parameters are sharded: nothing is compared"
@@ -424,7 +425,7 @@ class Checks(StepHook):
         """Regions of which nothing was compiled so far, with the reason."""
         compiler, program = self._telemetry.compiler, self._program
         missing = {
-            one.path: one.reason if one.state == "failed" else CALLED_IN_VAIN if one.called else NEVER_CALLED
+            one.path: one.reason if one.state == "failed" else _why_not_called(one) or CALLED_IN_VAIN
             for one in program.regions
             if one.state == "failed" or not (one.called and compiler.compiled(one.module))
         }
@@ -455,6 +456,10 @@ class Checks(StepHook):
                 self._program.given_up[path] = reason
         self._warn_missing(missing)
         self._write_parity()
+
+
+def _why_not_called(region: Region) -> str | None:
+    return None if region.called else CALLED_BESIDE if region.called_beside_a_step else NEVER_CALLED
 
 
 def _by_reason(missing: dict[str, str]) -> str:
