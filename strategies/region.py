@@ -804,9 +804,12 @@ class NoShape(Exception):
 
 def _shape_of(value: Any) -> Any:
     if isinstance(value, Tensor):
-        if value.is_nested and value.layout is torch.strided:
+        if not value.is_nested:
+            return value.shape, value.dtype, value.requires_grad
+        if value.layout is torch.strided:
             raise NoShape
-        return value.shape, value.dtype, value.requires_grad
+        # Jagged: its lengths are a number of their own in every batch, and dynamic.
+        return tuple(one if isinstance(one, int) else None for one in value.shape), value.dtype, value.requires_grad
     if isinstance(value, (list, tuple)):
         return tuple(map(_shape_of, value))
     if isinstance(value, dict):

@@ -437,7 +437,7 @@ class _Runs:
         self.drew = drew_random_numbers(before, after)
         self.ended = b"".join(one.numpy().tobytes() for one in (after[2], *after[3]))
         changed = {name: one for name, (one, version) in versions.items() if version_of(one) != version}
-        written = {name: one.detach().clone() for name, one in changed.items()}
+        written = {name: _values(one.detach()).clone() for name, one in changed.items()}
         outputs = {name: one.detach().clone() for name, one in tensors.items()}
         gradients, input_gradients, reached = self._backward(tensors, inputs)
         buffers = {name: one.detach().clone() for name, one in self.module.named_buffers()}
@@ -459,7 +459,7 @@ class _Runs:
         named = dict(zip([*wanted, *of_inputs], found, strict=True))
         return (
             {name: named[name] for name in wanted if named[name] is not None},
-            {name: named[name] for name in of_inputs if named[name] is not None},
+            {name: _values(named[name]) for name in of_inputs if named[name] is not None},
             reached,
         )
 
@@ -784,12 +784,20 @@ def _leaves(value: Any) -> Iterator[Any]:
     """Those of records (dataclasses, model outputs), too. No closure that calls itself: that one would keep an output,
     with its graph, until garbage is collected."""
     for leaf in pytree.tree_leaves(value):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if isinstance(leaf, Tensor):
+            yield _values(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _leaves([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
         elif isinstance(leaf, dict):
             yield from _leaves(dict(leaf))
         else:
             yield leaf
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Those of a jagged tensor, of whose own shape no other tensor can be made; any other one as it is."""
+    values: Tensor = tensor.values() if tensor.layout is torch.jagged else tensor
+    return values
 
 
 def _reached(output: Tensor, parameters: Tensors) -> frozenset[str]:

@@ -1073,12 +1073,25 @@ class SparseBatch(Module):
         return (self.net(batch.to_dense()) - 1).square().mean()
 
 
+def jagged(*rows: Tensor) -> Tensor:
+    made: Tensor = torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+    return made
+
+
 @case(data=lambda: [torch.nested.nested_tensor([one, one[:2]]) for one in vectors(6)])
 class NestedBatch(Module):
     """Of the strided layout, which has no shape."""
 
     def loss(self, batch: Any) -> Tensor:
         return torch.stack([(self.net(one) - 1).square().mean() for one in batch.unbind()]).mean()
+
+
+@case(data=lambda: [jagged(one, one[: 2 + i % 3]) for i, one in enumerate(vectors(12))])
+class JaggedBatch(Module):
+    """Lengths that differ from batch to batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.net(batch).values() - 1).square().mean()
 
 
 @case(data=lambda: [torch.nested.nested_tensor([one, one[:2]]) for one in vectors(6)])

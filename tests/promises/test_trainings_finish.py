@@ -223,6 +223,13 @@ def test_predict_and_test_after_a_fit() -> None:
         as_eager(Tests, strategy(), then=then)
 
 
+def test_jagged_batches_are_checked_and_compiled_once_for_all_lengths() -> None:
+    given = CASES["JaggedBatch"]
+    record = as_eager(given.make, [Regional(backend="aot_eager")], **given.options).record
+    assert record is not None
+    assert (record.graphs, record.eager_parts, record.report["parity"]["checks"]) == (1, {}, 1)
+
+
 def test_blocks_that_another_thread_calls_are_named() -> None:
     record = as_eager(CASES["CalledInAThread"].make, [Regional(backend="aot_eager")]).record
     assert record is not None
