@@ -390,21 +390,23 @@ class GenericUpdate(Update):
         of the user's own, which is not run again."""
         if not_torchs_own(self.optimizer) is not None:
             return []
-        twin, doubles = copy.copy(self.optimizer), {}
-        state: dict[Tensor, dict[str, Any]] = {}
-        for parameter, (weight, entry) in zip(parameters, before, strict=True):
-            double = doubles[id(parameter)] = weight.double().requires_grad_()
-            double.grad = in_float64(parameter.grad)
-            state[double] = {
-                name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else copy.copy(value)
-                for name, value in entry.items()
-            }
-        twin.state = collections.defaultdict(dict, state)
-        twin.param_groups = [
-            {**group, "params": [doubles[id(one)] for one in group["params"] if id(one) in doubles]}
-            for group in self.optimizer.param_groups
-        ]
         try:
+            twin, doubles = copy.copy(self.optimizer), {}
+            state: dict[Tensor, dict[str, Any]] = {}
+            for parameter, (weight, entry) in zip(parameters, before, strict=True):
+                double = doubles[id(parameter)] = weight.double().requires_grad_()
+                double.grad = in_float64(parameter.grad)
+                state[double] = {
+                    name: value.double()
+                    if isinstance(value, Tensor) and value.is_floating_point()
+                    else copy.copy(value)
+                    for name, value in entry.items()
+                }
+            twin.state = collections.defaultdict(dict, state)
+            twin.param_groups = [
+                {**group, "params": [doubles[id(one)] for one in group["params"] if id(one) in doubles]}
+                for group in self.optimizer.param_groups
+            ]
             with Unlowered():
                 self._raw(twin)
         except Exception:  # a kernel for one precision alone, or too little memory
