@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
-from strategies.region_check import Outcome, check_call, overlapping, written_to
+from strategies.region_check import Outcome, check_call, overlapping, weights_held, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, allow, functions_behind, known
 from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
@@ -260,11 +261,19 @@ class StandIn:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.before: Callable[..., Any] | None = None
+        self._thread = 0
+        """Which runs the steps."""
+
+    @property
+    def is_called_beside_a_step(self) -> bool:
+        """Whether another thread than the step's calls it, and not for a backward, which may compute it again."""
+        return threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
 
     def replace_call(self, standing: bool) -> None:
         """Take the module's call, or give it back."""
         attributes = vars(self.module)
         now = attributes.get("_compiled_call_impl")
+        self._thread = threading.get_ident()
         if standing and now is not self:
             self.before = now
             attributes["_compiled_call_impl"] = self
@@ -305,6 +314,8 @@ class Region(StandIn):
         self.state, self.reason = State.CHECKING if checking.mode != "off" else State.COMPILED, ""
         self.called = False
         """Whether it was called within a step or an evaluation."""
+        self.called_beside_a_step = False
+        """The same by another thread."""
         self._compiled: Callable[..., Any] | None = None
         self._of_forward: Callable[..., Any] | None = None
         """The same of the forward alone, of what is sharded."""
@@ -369,7 +380,13 @@ class Region(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call compiled, check it, or run what the module is without us."""
         module = self.module
-        if self._inside or torch.compiler.is_compiling() or is_looked_at(args):
+        if torch.compiler.is_compiling():
+            return module._call_impl(*args, **kwargs)
+        if self.is_called_beside_a_step:  # a check would alter weights that the step is about to use
+            self.called_beside_a_step = True
+            with weights_held():
+                return module._call_impl(*args, **kwargs)
+        if self._inside or is_looked_at(args):
             return module._call_impl(*args, **kwargs)
         if self._layout is None and any(map(is_lazy, module.parameters())):
             return module._call_impl(*args, **kwargs)
@@ -381,7 +398,10 @@ class Region(StandIn):
         if self._checking.derives and self._derived is None:
             self._eager_in_step = True
             return self._seen_deriving(args, kwargs)
-        key = self._signature(args, kwargs)
+        try:
+            key = self._signature(args, kwargs)
+        except NoShape:
+            return module._call_impl(*args, **kwargs)
         proof = kind.proofs.get(key)
         if proof is None:
             proof = kind.proofs[key] = Proof(with_gradients=torch.is_grad_enabled())
@@ -654,15 +674,9 @@ class Region(StandIn):
         return tuple(one.shape for one in self.module.parameters() if not is_lazy(one))
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What tells graphs apart, as far as it costs little to know."""
-        return (
-            self.layout,
-            torch.is_grad_enabled(),
-            self.module.training,
-            _shared_memory(args),
-            *map(_shape_of, args),
-            *((name, _shape_of(one)) for name, one in kwargs.items()),
-        )
+        """What tells graphs apart, as far as it costs little to know. Raises NoShape."""
+        shapes = *map(_shape_of, args), *((name, _shape_of(one)) for name, one in kwargs.items())
+        return self.layout, torch.is_grad_enabled(), self.module.training, _shared_memory(args), shapes
 
     # ---- its backward ----------------------------------------------------------------------------------------------
 
@@ -783,9 +797,19 @@ def _shared_memory(args: tuple[Any, ...]) -> Any:
     return tuple(tuple(places[id(one)] for one in group) for group in groups)
 
 
+class NoShape(Exception):
+    """A call gets a nested tensor of the strided layout, which no graph takes: torch's transformer makes one of each
+    padded batch that it evaluates."""
+
+
 def _shape_of(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.requires_grad
+        if not value.is_nested:
+            return value.shape, value.dtype, value.requires_grad
+        if value.layout is torch.strided:
+            raise NoShape
+        # Jagged: its lengths are a number of their own in every batch, and dynamic.
+        return tuple(one if isinstance(one, int) else None for one in value.shape), value.dtype, value.requires_grad
     if isinstance(value, (list, tuple)):
         return tuple(map(_shape_of, value))
     if isinstance(value, dict):

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -153,7 +154,7 @@ def check_call(
         outcome = asked()
         if not outcome.finite and outcome.error is None and not outcome.wrong:
             # What is no number in the weights hides whether compiled code brought it there.
-            with _finite_weights(module), runs.altering(finite=True):
+            with runs.altering(finite=True), _finite_weights(module):
                 again = asked()
             outcome.differences, outcome.finite = [*outcome.differences, *again.differences], again.finite
         if written := written_to(state.large):
@@ -178,6 +179,22 @@ def _beside_the_step(state: RegionState, look: Callable[[], Outcome]) -> Outcome
         torch.clear_autocast_cache()
         for pack, unpack in hooks:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+_WEIGHTS = threading.RLock()
+LONGEST_WAIT_SECONDS = 10.0
+"""For weights that another thread holds; it may itself wait for the one that asks."""
+
+
+@contextlib.contextmanager
+def weights_held() -> Iterator[None]:
+    """A check alters weights inside, and another thread than the step's calls a module inside: one at a time."""
+    held = _WEIGHTS.acquire(timeout=LONGEST_WAIT_SECONDS)
+    try:
+        yield
+    finally:
+        if held:
+            _WEIGHTS.release()
 
 
 def written_to(large: Iterable[Large]) -> str | None:
@@ -421,7 +438,7 @@ class _Runs:
         self.drew = drew_random_numbers(before, after)
         self.ended = b"".join(one.numpy().tobytes() for one in (after[2], *after[3]))
         changed = {name: one for name, (one, version) in versions.items() if version_of(one) != version}
-        written = {name: one.detach().clone() for name, one in changed.items()}
+        written = {name: _values(one.detach()).clone() for name, one in changed.items()}
         outputs = {name: one.detach().clone() for name, one in tensors.items()}
         gradients, input_gradients, reached = self._backward(tensors, inputs)
         buffers = {name: one.detach().clone() for name, one in self.module.named_buffers()}
@@ -443,7 +460,7 @@ class _Runs:
         named = dict(zip([*wanted, *of_inputs], found, strict=True))
         return (
             {name: named[name] for name in wanted if named[name] is not None},
-            {name: named[name] for name in of_inputs if named[name] is not None},
+            {name: _values(named[name]) for name in of_inputs if named[name] is not None},
             reached,
         )
 
@@ -463,7 +480,8 @@ class _Runs:
         before = self._altered, self._finite
         self._altered, self._finite = True, finite or self._finite
         try:
-            yield
+            with weights_held():
+                yield
         finally:
             self._altered, self._finite = before
 
@@ -474,7 +492,7 @@ class _Runs:
         low = any(one.dtype in (torch.bfloat16, torch.float16) for one in self.module.parameters())
         dtype = torch.float32 if lowered or low else torch.float64
         try:
-            with _in_precision(self.module, dtype), _without_autocast(), self.altering():
+            with self.altering(), _in_precision(self.module, dtype), _without_autocast():
                 return self.run(self.eager, dtype=dtype, draws=draws), "exact"
         except Exception:  # a kernel for one precision alone, or too little memory
             return self.rounded(unit, drawn)
@@ -493,7 +511,7 @@ class _Runs:
         draws = None if drawn is None else InductorDraws(drawn=drawn)
         call = call or self.eager
         try:
-            with _perturbed(self.module, unit, number), self.altering():
+            with self.altering(), _perturbed(self.module, unit, number):
                 return self.run(call, off=unit, number=number, draws=draws, seed=seed), "rounding"
         except Exception:
             return None, "none"
@@ -569,7 +587,7 @@ class _Runs:
         for number in range(seeds):
             sample("eager", eager, SEED + number)
             sample("compiled", compiled, SEED + number)
-        with contextlib.suppress(Exception), _perturbed(self.module, unit), self.altering():
+        with contextlib.suppress(Exception), self.altering(), _perturbed(self.module, unit):
             for number in range(ROUNDED):
                 sample("rounded", eager, SEED + number, off=unit)
         return _apart_in_means(samples, unit, multiple)
@@ -596,7 +614,7 @@ class _Runs:
             gradients = self.run(call, seed=seed).gradients
             gains = []
             for sign in (1.0, -1.0):
-                with _moved(self._parameters, sign * STEP) as moves, self.altering():
+                with self.altering(), _moved(self._parameters, sign * STEP) as moves:
                     outputs = [one for one in self.run(call, seed=seed).outputs.values() if one.is_floating_point()]
                 pairs = zip(outputs, self._output_gradients(outputs), strict=True)
                 gains.append(float(sum((one.double() * by.double()).sum() for one, by in pairs)))
@@ -767,12 +785,20 @@ def _leaves(value: Any) -> Iterator[Any]:
     """Those of records (dataclasses, model outputs), too. No closure that calls itself: that one would keep an output,
     with its graph, until garbage is collected."""
     for leaf in pytree.tree_leaves(value):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if isinstance(leaf, Tensor):
+            yield _values(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _leaves([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
         elif isinstance(leaf, dict):
             yield from _leaves(dict(leaf))
         else:
             yield leaf
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Those of a jagged tensor, of whose own shape no other tensor can be made; any other one as it is."""
+    values: Tensor = tensor.values() if tensor.layout is torch.jagged else tensor
+    return values
 
 
 def _reached(output: Tensor, parameters: Tensors) -> frozenset[str]:

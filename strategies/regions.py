@@ -316,6 +316,8 @@ def _make_forward(kind: type[nn.Module]) -> types.FunctionType:
         if not torch.is_grad_enabled():
             return own(self, *args, **kwargs)
         compiling = torch.compiler.is_compiling()
+        if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+            return own(self, *args, **kwargs)  # transforms of torch.func do not take hooks for saved tensors
         if not compiling and _in_capture():
             # Torch cannot read and restore the generator's state there; in a graph of the compiler's it need not.
             raise CannotCapture(
@@ -338,14 +340,16 @@ def _make_forward(kind: type[nn.Module]) -> types.FunctionType:
 
 class _Repetition(AbstractContextManager[None]):
     """Inside, the forward of ``module`` is repeated, once for each backward of a graph that is kept: it begins with the
-    buffers and attributes that the first forward began with, and leaves what it finds. Else batch norm would take each
+    tensors and attributes that the first forward began with, and leaves what it finds. Else batch norm would take each
     batch for two, a counter, too."""
 
     def __init__(self, module: nn.Module) -> None:
         owners = [one for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
         users = [one for one in owners if not type(one).__module__.startswith("torch.nn.")]
         self._attributes = [(vars(one), dict(vars(one))) for one in users]
-        self._buffers = [(one._buffers, dict(one._buffers)) for one in owners if one._buffers]
+        # Parameters as well: those of ``torch.func.functional_call`` are gone when the backward comes.
+        held: list[dict[str, Any]] = [each for one in owners for each in (one._parameters, one._buffers) if each]
+        self._tensors = [(one, dict(one)) for one in held]
         writable = [one for one in module.buffers() if not one.is_inference()]
         self._copies = {buffer: (buffer._version, buffer.clone()) for buffer in writable}
         self._found: list[list[tuple[dict[str, Any], dict[str, Any]]]] = []
@@ -362,12 +366,12 @@ class _Repetition(AbstractContextManager[None]):
                 del self._copies[buffer]
 
     def __enter__(self) -> None:
-        self._found.append([(place, dict(place)) for place, _ in (*self._attributes, *self._buffers)])
+        self._found.append([(place, dict(place)) for place, _ in (*self._attributes, *self._tensors)])
         fresh: dict[Tensor | None, Tensor] = {buffer: copied.clone() for buffer, (_, copied) in self._copies.items()}
         for place, entries in self._attributes:
             _put(place, entries)
-        for place, buffers in self._buffers:
-            _put(place, {name: fresh.get(one, one) for name, one in buffers.items()})
+        for place, tensors in self._tensors:
+            _put(place, {name: fresh.get(one, one) for name, one in tensors.items()})
 
     def __exit__(self, *error: object) -> None:
         for place, entries in self._found.pop():

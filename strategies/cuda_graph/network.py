@@ -189,6 +189,8 @@ class Network(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of = self.of
+        if self.is_called_beside_a_step:
+            return self._run_without_graph(args, kwargs)
         if of.inside or not of.in_force or self.reason is not None or is_looked_at(args):
             self.called |= not of.inside
             return self._run_without_graph(args, kwargs)
@@ -248,6 +250,8 @@ class Network(StandIn):
             if not isinstance(one, EQUAL):
                 raise CannotCapture(f"it is called with {type(one).__name__}, which cannot be compared before a replay")
         for one in tensors:
+            if one.is_nested:
+                raise CannotCapture("it is called with a nested tensor")
             if type(one) not in (Tensor, nn.Parameter) or one.layout is not torch.strided:
                 raise CannotCapture(f"it is called with {type(one).__name__} of layout {one.layout}")
             if torch._debug_has_internal_overlap(one) == 1:

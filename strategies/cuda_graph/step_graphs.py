@@ -803,6 +803,11 @@ def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise CannotCapture(f"{type(batch).__name__} holds no tensor that could be found")
+    for one in tensors:
+        if one.is_nested:
+            raise CannotCapture("it holds a nested tensor")
+        if one.layout is not torch.strided:
+            raise CannotCapture(f"it holds a tensor of layout {one.layout}")
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise CannotCapture(f"its tensors lie on {', '.join(sorted(map(str, devices)))}")

@@ -6,6 +6,7 @@ optimizer call it as before. The closure runs before the update and is not compi
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import inspect
@@ -21,15 +22,17 @@ from torch._dynamo.utils import counters
 
 from strategies.base import CannotCapture, has_another_step
 from strategies.compile_errors import is_compile_error, one_line
-from strategies.optimizer.update_check import NO_MEMORY, fits_memory
+from strategies.optimizer.update_check import NO_MEMORY, Unlowered, fits_memory, in_float64
 from strategies.region import Check, Checking, State
 from strategies.region_check import Outcome
-from strategies.tolerance import MULTIPLES, Difference, compare
+from strategies.tolerance import MULTIPLES, Difference, compare, exceeding
 
 NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
 """Torch's optimizers whose steps are all alike."""
 ATTRIBUTE = "_compiled_update"
 """Attribute of an optimizer that holds what stands in for its step."""
+_Kept = list[tuple[Tensor, dict[str, Any]]]
+"""Weights and entries of an optimizer's state, by parameter."""
 COUNTS = ("step", "mu_product")
 """What an optimizer keeps of its steps, on the host unless it is ``capturable``; the last is NAdam's."""
 
@@ -366,17 +369,54 @@ class GenericUpdate(Update):
         self.own_step()
         if error is not None:
             return Outcome(error=error)
-        names, found = self.names(), []
-        expected = self._kept(trained)
-        for kind in ("weight", "optimizer state"):
-            arms = [_of_kind(kind, arm, trained, names) for arm in (expected, seen, before)]
-            found += compare(kind, arms[0], arms[1], starts=arms[2], multiple=self.multiple)
-        return Outcome(differences=found, how="rounding")
+        names, expected = self.names(), self._kept(trained)
+
+        def differences(exact: _Kept) -> list[Difference]:
+            found = []
+            for kind in ("weight", "optimizer state"):
+                arms = (_of_kind(kind, arm, trained, names) for arm in (expected, seen, exact, before))
+                eager, compiled, more, starts = arms
+                found += compare(kind, eager, compiled, more, starts=starts, multiple=self.multiple)
+            return found
+
+        found, how = differences([]), "rounding"
+        if exceeding(found) and (exact := self._exactly(trained, before)):
+            found, how = differences(exact), "exact"
+        return Outcome(differences=found, how=how)
+
+    @torch.no_grad()
+    def _exactly(self, parameters: list[Tensor], before: _Kept) -> _Kept:
+        """What torch's own step leaves of ``before`` in double precision. Nothing where it fails, and of an optimizer
+        of the user's own, which is not run again."""
+        if not_torchs_own(self.optimizer) is not None:
+            return []
+        try:
+            twin, doubles = copy.copy(self.optimizer), {}
+            state: dict[Tensor, dict[str, Any]] = {}
+            for parameter, (weight, entry) in zip(parameters, before, strict=True):
+                double = doubles[id(parameter)] = weight.double().requires_grad_()
+                double.grad = in_float64(parameter.grad)
+                state[double] = {
+                    name: value.double()
+                    if isinstance(value, Tensor) and value.is_floating_point()
+                    else copy.copy(value)
+                    for name, value in entry.items()
+                }
+            twin.state = collections.defaultdict(dict, state)
+            twin.param_groups = [
+                {**group, "params": [doubles[id(one)] for one in group["params"] if id(one) in doubles]}
+                for group in self.optimizer.param_groups
+            ]
+            with Unlowered():
+                self._raw(twin)
+        except Exception:  # a kernel for one precision alone, or too little memory
+            return []
+        return [(one.detach(), twin.state[one]) for one in doubles.values()]
 
     def _entries(self) -> list[dict[str, Any]]:
         return list(self.optimizer.state.values())
 
-    def _kept(self, parameters: list[Tensor]) -> list[tuple[Tensor, dict[str, Any]]]:
+    def _kept(self, parameters: list[Tensor]) -> _Kept:
         """Copies of weights and state."""
         state = self.optimizer.state
         return [
@@ -390,7 +430,7 @@ class GenericUpdate(Update):
             for one in parameters
         ]
 
-    def _restore(self, before: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def _restore(self, before: _Kept) -> None:
         for parameter, (weight, entry) in zip(self._trained(), before, strict=True):
             parameter.detach().copy_(weight)
             if parameter not in self.optimizer.state:
@@ -421,11 +461,9 @@ class GenericUpdate(Update):
             self._compiled()
 
 
-def _of_kind(
-    kind: str, states: list[tuple[Tensor, dict[str, Any]]], parameters: list[Tensor], names: Mapping[int, str]
-) -> dict[str, Tensor]:
+def _of_kind(kind: str, states: _Kept, parameters: list[Tensor], names: Mapping[int, str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for parameter, (weight, entry) in zip(parameters, states, strict=True):
+    for parameter, (weight, entry) in zip(parameters, states, strict=False):  # of no exact run there is nothing
         name = names.get(id(parameter), "a parameter that is not the module's")
         if kind == "weight":
             found[name] = weight

@@ -1073,6 +1073,43 @@ class SparseBatch(Module):
         return (self.net(batch.to_dense()) - 1).square().mean()
 
 
+def jagged(*rows: Tensor) -> Tensor:
+    made: Tensor = torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+    return made
+
+
+@case(data=lambda: [torch.nested.nested_tensor([one, one[:2]]) for one in vectors(6)])
+class NestedBatch(Module):
+    """Of the strided layout, which has no shape."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return torch.stack([(self.net(one) - 1).square().mean() for one in batch.unbind()]).mean()
+
+
+@case(data=lambda: [jagged(one, one[: 2 + i % 3]) for i, one in enumerate(vectors(12))])
+class JaggedBatch(Module):
+    """Lengths that differ from batch to batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.net(batch).values() - 1).square().mean()
+
+
+@case(data=lambda: [torch.nested.nested_tensor([one, one[:2]]) for one in vectors(6)])
+class NestedWithin(Module):
+    """What has no shape is handed to every block, on its own and in a list."""
+
+    class block(Block):
+        def forward(self, x: Any) -> Any:
+            return [self.linear(x[0])] if isinstance(x, list) else self.linear(x)
+
+    def __init__(self) -> None:
+        super().__init__(Net([self.block(), self.block()]))
+
+    def loss(self, batch: Any) -> Tensor:
+        first, second = self.net.blocks
+        return (second([first(batch)])[0].to_padded_tensor(0.0) - 1).square().mean()
+
+
 @case()
 class SparseEmbedding(Module):
     class block(nn.Module):
@@ -1870,6 +1907,21 @@ class ClipsAndAccumulates(Module):
 @case(data=vectors(6), validation=[torch.randn(rows, WIDTH) for rows in (3, 5, 8)], val_check_interval=2)
 class ValidatesOtherShapes(Module):
     pass
+
+
+@case(data=vectors(6), validation=vectors(2, seed=3), num_sanity_val_steps=1, val_check_interval=3)
+class ValidatesAPaddedTransformer(Module):
+    """Torch's encoder hands its layers a nested tensor then, which has no shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.net.blocks = nn.ModuleList([nn.TransformerEncoder(layer, 2)])
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net.stem(batch).unflatten(0, (2, -1))
+        padded = torch.arange(x.shape[1]) >= torch.tensor([[x.shape[1]], [2]])
+        return (self.net.head(self.net.blocks[0](x, src_key_padding_mask=padded).mean(1)) - 1).square().mean()
 
 
 @case(data=vectors(6), validation=vectors(2, seed=3), num_sanity_val_steps=2)

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, ByHand, WithATool
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
 from tests.sweep import MARK
+from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE
 
 STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
     "regional": lambda: [Regional(backend="aot_eager")],
@@ -222,6 +223,19 @@ def test_predict_and_test_after_a_fit() -> None:
         as_eager(Tests, strategy(), then=then)
 
 
+def test_jagged_batches_are_checked_and_compiled_once_for_all_lengths() -> None:
+    given = CASES["JaggedBatch"]
+    record = as_eager(given.make, [Regional(backend="aot_eager")], **given.options).record
+    assert record is not None
+    assert (record.graphs, record.eager_parts, record.report["parity"]["checks"]) == (1, {}, 1)
+
+
+def test_blocks_that_another_thread_calls_are_named() -> None:
+    record = as_eager(CASES["CalledInAThread"].make, [Regional(backend="aot_eager")]).record
+    assert record is not None
+    assert set(record.eager_parts.values()) == {CALLED_BESIDE}
+
+
 def test_a_second_fit() -> None:
     def then(trainer: L.Trainer, module: Any) -> None:
         trainer.fit_loop.max_epochs = 3
@@ -229,6 +243,16 @@ def test_a_second_fit() -> None:
 
     for strategy in STRATEGIES.values():
         as_eager(Module, strategy(), then=then)
+
+
+def test_a_second_fit_of_the_same_shapes_says_that_they_were_checked_before() -> None:
+    def then(trainer: L.Trainer, module: Any) -> None:
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, loader(vectors(6)))
+
+    record = as_eager(Module, [Regional(backend="aot_eager")], then=then).record
+    assert record is not None, "of the second one"
+    assert (record.regions_compiled, record.report["parity"]["reason"]) == (2, CHECKED_BEFORE)
 
 
 def test_evaluation_alone() -> None:

@@ -73,6 +73,32 @@ def test_each_block_runs_forward_twice_and_draws_the_same_random_numbers() -> No
     assert [block.calls for block in module.layers] == [2, 2, 2, 2]
 
 
+def test_weights_that_a_call_borrows_are_those_that_it_computes_again_with() -> None:
+    def loss_and_slopes(module: Stack) -> list[Tensor]:
+        weights = {name: (2 * one).detach().requires_grad_() for name, one in module.named_parameters()}
+        torch.manual_seed(1)
+        loss = torch.func.functional_call(module, weights, (torch.ones(3, 8),)).square().sum()
+        return [loss, *torch.autograd.grad(loss, list(weights.values()))]
+
+    expected = loss_and_slopes(stack())
+    module = stack()
+    own = list(module.parameters())
+    recompute(Program(module=module))
+    assert all(torch.equal(one, other) for one, other in zip(loss_and_slopes(module), expected, strict=True))
+    assert [block.calls for block in module.layers] == [2, 2, 2, 2]
+    assert all(one is other for one, other in zip(module.parameters(), own, strict=True))
+
+
+def test_under_a_transform_of_torch_func_a_block_keeps_its_activations() -> None:
+    def jacobian(module: nn.Module) -> Tensor:
+        found: Tensor = torch.func.jacrev(module.eval())(torch.ones(1, 8))
+        return found
+
+    module = stack()
+    recompute(Program(module=module))
+    torch.testing.assert_close(jacobian(module), jacobian(stack()))
+
+
 def test_every_second_block_may_keep_its_activations() -> None:
     module = stack()
     program = Program(module=module)

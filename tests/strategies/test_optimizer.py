@@ -357,6 +357,30 @@ def test_another_optimizer_is_compiled_or_runs_eager(
     assert type(both.optimizers[1].param_groups[0]["lr"]) is float
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_what_an_optimizer_casts_itself_is_held_against_what_it_would_make_of_more_digits(factor: float) -> None:
+    def compiler(graph: GraphModule, _: Any) -> Callable[..., Any]:
+        """Leaves out casts to bfloat16, as Inductor does; what the last product adds to is off by the factor."""
+        for node in graph.graph.nodes:
+            if node.kwargs.get("dtype") is torch.bfloat16:
+                node.kwargs = {**node.kwargs, "dtype": torch.float32}
+        last = [node for node in graph.graph.nodes if node.target is torch.addmm][-1]
+        last.kwargs = {**last.kwargs, "beta": factor * last.kwargs["beta"]}
+        graph.recompile()
+        return graph.forward
+
+    torch.manual_seed(0)
+    module = nn.Linear(24, 16, bias=False)
+    optimizer = torch.optim.Muon(module.parameters(), lr=1e-3)
+    _, program = begin(module, optimizer, backend=compiler)
+    for _ in range(6):
+        module.weight.grad = torch.randn(16, 24)
+        optimizer.step()
+    update = installed(optimizer)
+    assert update is not None
+    assert (update.state, bool(program.notes)) == (("failed", True) if factor > 1 else ("compiled", False))
+
+
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad])
 def test_double_precision_is_left_to_torchs_own_step_where_it_would_be_lost(kind: Any) -> None:
     both = Both(lambda given: kind(given), lambda: stack(1).double())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from strategies import Program
+from strategies import Program, region_check
 from strategies.base import compiler_settings, eager
 from strategies.region import DOUBLE_BACKWARD, MAX_CHECKED, Check, Region, State
 from strategies.region_check import Outcome
@@ -569,6 +571,71 @@ def test_computed_again_in_the_backward_a_region_does_what_it_did(reentrant: boo
             torch.testing.assert_close(one.grad, other)
     assert [one.audit for one in found] == ([False, False] if reentrant else [False]) + [True, True]
     assert region(program).state is State.FAILED
+
+
+# ---- other threads than the step's ----------------------------------------------------------------------------------
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    """What ``call`` returns or raises there."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_another_thread_runs_the_plain_module_once_while_a_step_is_under_way() -> None:
+    block = Counted()
+    program, x_BD = compiled(block), torch.randn(3, 8)
+    found = checks_of(program)
+    expected = block(x_BD)
+    for step in range(2):
+        calls = Counted.eager_calls
+        with one_step(program):
+            assert torch.equal(in_a_thread(lambda: block(x_BD)), expected)
+            assert Counted.eager_calls == calls + 1, "a check would run it again, and alter weights that the step uses"
+            assert len(found) == step
+            block(x_BD)
+    assert region(program).state is State.COMPILED
+
+
+def test_another_thread_never_meets_the_weights_of_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    altered, answered = threading.Event(), threading.Event()
+    own = region_check._in_precision
+
+    @contextlib.contextmanager
+    def in_precision(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        with own(module, dtype):
+            altered.set()
+            answered.wait(0.5)
+            yield
+
+    monkeypatch.setattr(region_check, "_in_precision", in_precision)
+    block, x_BD, seen = Block(), torch.randn(3, 8), []
+    program, expected = compiled(block), block(x_BD)
+
+    def beside() -> None:
+        altered.wait()
+        try:
+            seen.append(torch.equal(block(x_BD), expected))
+        except RuntimeError as error:
+            seen.append(error)
+        answered.set()
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    with one_step(program):
+        block(x_BD)
+        thread.join()
+    assert seen == [True]
 
 
 # ---- what is compiled around a break of its graph --------------------------------------------------------------------

@@ -165,6 +165,8 @@ def test_shapes_are_those_of_the_tensors_of_any_kind_of_batch() -> None:
     for batch in ((x, y), [x, y], {"x": x, "n": 3, "y": y}, SimpleNamespace(x=x, y=y)):
         assert shape_of(batch) == ((2, 3), (2,))
     assert shape_of(None) == ()
+    nested = torch.nested.nested_tensor([x, x[:1]])  # which has none
+    assert (shape_of(nested), shape_of((nested, y))) == (("nested",), ("nested", (2,)))
 
 
 def test_a_new_shape_counts_unless_most_batches_have_one_of_their_own() -> None:

@@ -107,6 +107,22 @@ class HoldsIterator(Net):
     numbers = itertools.count()
 
 
+class SparseBatch(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0].to_sparse(), batch[1]]
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss([batch[0].to_dense(), batch[1]])
+
+
+class NestedBatch(SparseBatch):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [torch.nested.nested_tensor(list(batch[0])), batch[1]]
+
+    def loss(self, batch: Any) -> Tensor:
+        return Net.loss(self, [batch[0].to_padded_tensor(0.0), batch[1]])
+
+
 class HasHook(Net):
     def on_after_backward(self) -> None:
         pass
@@ -294,6 +310,8 @@ def test_betas_that_change_all_the_time_leave_the_optimizer_out(tmp_path: Path) 
         (DrawsOnHost, "draws random numbers on the host"),
         (HoldsGenerator, "on the host from HoldsGenerator.random"),
         (HoldsIterator, "reads HoldsIterator.numbers"),
+        (SparseBatch, "the batch: it holds a tensor of layout torch.sparse_coo"),
+        (NestedBatch, "the batch: it holds a nested tensor"),
         (HasHook, "HasHook.on_after_backward"),
         (Manual, "manual optimization"),
     ],

@@ -43,9 +43,11 @@ FIRST_STEPS = 3
 CHANCES = 10
 """Optimizer steps within which a region has to be called: what joins later is no mistake."""
 NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
+CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
 CALLED_IN_VAIN = "called, and nothing in it was compiled"
 JOINED = "was added to the module while it trained and runs eager: what is compiled is chosen before"
 SHARDED = "its parameters are sharded: nothing is compared"
+CHECKED_BEFORE = "what is compiled was checked in an earlier training of this module"
 NOT_AUDITED = "the run ended before a step was audited"
 
 
@@ -378,9 +380,8 @@ class Checks(StepHook):
             facts |= {"verdict": "passed"}
         elif kinds or checks:
             reasons = [one.outcome.skipped or "" for one in checks] + [kind.failure or "" for kind in kinds]
-            earlier = any(kind.is_proven for kind in kinds)
-            reasons.append("an earlier training compared them" if earlier else "no region was called")
-            facts |= {"verdict": "not compared", "reason": next(filter(None, reasons))}
+            nothing = CHECKED_BEFORE if any(kind.is_proven for kind in kinds) else "no region was called"
+            facts |= {"verdict": "not compared", "reason": next(filter(None, reasons), nothing)}
         else:
             facts |= {"verdict": "skipped", "reason": "nothing compiled"}
         worst: dict[str, Difference] = {}
@@ -427,7 +428,7 @@ class Checks(StepHook):
         """Regions of which nothing was compiled so far, with the reason."""
         compiler, program = self._telemetry.compiler, self._program
         missing = {
-            one.path: one.reason if one.state == "failed" else CALLED_IN_VAIN if one.called else NEVER_CALLED
+            one.path: one.reason if one.state == "failed" else _why_not_called(one) or CALLED_IN_VAIN
             for one in program.regions
             if one.state == "failed" or not (one.called and compiler.compiled(one.module))
         }
@@ -458,6 +459,10 @@ class Checks(StepHook):
                 self._program.given_up[path] = reason
         self._warn_missing(missing)
         self._write_parity()
+
+
+def _why_not_called(region: Region) -> str | None:
+    return None if region.called else CALLED_BESIDE if region.called_beside_a_step else NEVER_CALLED
 
 
 def _by_reason(missing: dict[str, str]) -> str:

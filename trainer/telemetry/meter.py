@@ -394,9 +394,16 @@ class StepClock:
 def shape_of(batch: Any) -> tuple[Any, ...]:
     """Shapes of the first tensors of a batch: a tensor, or a sequence, mapping or object of tensors."""
     if not isinstance(batch, (tuple, list)):
-        if hasattr(batch, "shape"):
-            return (batch.shape,)
+        if (shape := _shape(batch)) is not None:
+            return (shape,)
         batch = list(batch.values() if hasattr(batch, "values") else getattr(batch, "__dict__", {}).values())
-    # Not by isinstance: of anything but a tensor, torch's own check for its class takes most of a microsecond.
-    shapes = [getattr(part, "shape", None) for part in batch[:MAX_TENSORS]]
+    shapes = [_shape(part) for part in batch[:MAX_TENSORS]]
     return tuple([shape for shape in shapes if shape is not None])
+
+
+def _shape(part: Any) -> Any:
+    # Not by isinstance: of anything but a tensor, torch's own check for its class takes most of a microsecond.
+    try:
+        return getattr(part, "shape", None)
+    except RuntimeError:  # a nested tensor has none
+        return "nested"
