@@ -104,16 +104,17 @@ def said(row: Row | None) -> str:
     return f"{mark}{step}"
 
 
-def summary(rows: Sequence[Row], planted: bool) -> list[str]:
-    head = ["what is wrong first", "torch", "there", *(FIRST, AUDIT, HEALED, REFUSED, AVOIDED, MISSED), "caught"]
+def summary(rows: Sequence[Row]) -> list[str]:
+    """What became of the faults that are there, a line for the real and one for the planted ones of each version."""
+    head = ["faults", "torch", "there", *(FIRST, AUDIT, HEALED, REFUSED, AVOIDED, MISSED), "caught"]
     body = []
-    for changes in CHANGES:
+    for planted in (False, True):
         for version in versions(rows):
-            found = there([one for one in rows if one["torch"] == version], planted=planted, changes=(changes,))
-            if found:
+            if found := there([one for one in rows if one["torch"] == version], planted=planted):
                 counted = Counter(one["result"] for one in found)
                 each = [counted[one] or "" for one in (FIRST, AUDIT, HEALED, REFUSED, AVOIDED, MISSED)]
-                body.append([changes, version, len(found), *each, f"{len(caught(found))} of {len(found)}"])
+                kind = "planted" if planted else "real"
+                body.append([kind, version, len(found), *each, f"{len(caught(found))} of {len(found)}"])
     return table(head, body, numbers=True)
 
 
@@ -131,18 +132,21 @@ def real_names(rows: Iterable[Row]) -> set[str]:
     return {one["case"] for one in rows if not one["planted"]}
 
 
-def cases(rows: Sequence[Row], part: str, planted: bool) -> list[str]:
-    names = dict.fromkeys(one["case"] for one in rows if one["part"] == part and one["planted"] is planted)
-    if not names:
-        return []
+def shows(row: Row) -> bool:
+    """Whether there is something to read about it: a fault, or an alarm without one."""
+    return row["there"] or row["result"] in (ALARM, FAILED)
+
+
+def cases(rows: Sequence[Row], planted: bool) -> list[str]:
+    """A table of the cases of which some version shows something."""
     by = {(one["case"], one["torch"]): one for one in rows}
+    first = {one["case"]: one for one in rows if one["planted"] is planted and shows(one)}
     every = versions(rows)
     body = []
-    for name in sorted(names):
-        found = [by.get((name, version)) for version in every]
-        one = next(each for each in found if each is not None)
-        body.append([name, issues(one), one["changes"], one["reported"], one["backend"], *map(said, found)])
-    return table(["fault", "issues", "wrong first", "reported", "backend", *(f"torch {one}" for one in every)], body)
+    for name, one in sorted(first.items(), key=lambda each: (PARTS.index(each[1]["part"]), each[0])):
+        found = [said(by.get((name, version))) for version in every]
+        body.append([name, issues(one), one["part"], one["changes"], *found])
+    return table(["fault", "issues", "in", "wrong first", *(f"torch {one}" for one in every)], body)
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -150,53 +154,50 @@ def page(rows: Sequence[Row]) -> str:
     real, of_real = kinds(rows, planted=False, changes=COUNTED)
     all_real, of_all_real = kinds(rows, planted=False)
     twins, of_twins = kinds(rows, planted=True, changes=COUNTED)
-    names = len({one["case"] for one in rows})
+    names = {one["case"] for one in rows}
+    shown = {one["case"] for one in rows if shows(one)}
+    results = {one["result"] for one in rows if one["case"] in shown}
     healthy = [one for one in rows if not one["there"] and one["result"] != FAILED]
     alarms = [one for one in healthy if one["result"] == ALARM]
     missed = [one for one in rows if one["there"] and one["result"] not in CAUGHT]
     lines = [
         "# A catch rate: real silent faults of `torch.compile`",
         "",
-        f"{names} small trainings, each with a kind of wrong result that issues of PyTorch report, that can occur in a "
-        "training and can run on a processor. Each is trained in eager, by `torch.compile` alone, and under our guards "
-        "as they are by default. Facts are those of the issues; the trainings are our own.",
+        "How many wrong results of `torch.compile`, as issues of PyTorch report them, do our checks find? "
+        f"{len(names)} small trainings follow such issues. Each is trained in eager, by `torch.compile` alone, and "
+        "under our guards with their defaults, on a processor.",
         "",
         f"- **Of {of_real} real faults that change a loss, a gradient or a buffer, {real} are caught "
         f"({real / max(of_real, 1):.2f}).** The aim was 0.9. Of all {of_all_real}, {all_real} are.",
-        f"- Of {of_twins} planted twins, which stand for faults that no version here shows on a processor, {twins} are "
-        f"caught ({twins / max(of_twins, 1):.2f}).",
-        f"- {len(alarms)} false alarm{'s' * (len(alarms) != 1)} in {len(healthy)} trainings with a version that has "
-        "not their fault.",
+        f"- Of {of_twins} planted faults, which stand for faults that no version here shows on a processor, {twins} "
+        f"are caught ({twins / max(of_twins, 1):.2f}).",
+        f"- {len(alarms)} false alarm{'s' * (len(alarms) != 1)} in {len(healthy)} trainings with a version that does "
+        "not have their fault.",
         "",
-        "A fault counts where some version below has it: where `torch.compile` alone does not train as eager does. It "
-        "is caught where it is so in every version that has it. We chose the cases from the issues that we found, and "
-        "those that we missed at first led to better checks ([log](../log.md)). So the rate is no estimate for faults "
-        "that nobody has reported, and detection rates of tools that search for such are no measure for it.",
+        "A fault counts where `torch.compile` alone does not train as eager does in some version below. It counts as "
+        "caught where it is caught in every version that has it. Cases that we missed at first led to better checks "
+        "([log](../log.md#checks-faults-and-false-alarms)), so the rate is no estimate for faults that nobody has "
+        "reported.",
         "",
-        "What an audit finds has been trained with: here for up to five steps, since audits at steps 2, 4, 8, 16 and "
-        "so on are close to each other in a short training. Nothing is lost where a first check finds it.",
+        "A first check finds a fault before anything is trained with it. What an audit finds has been trained with: "
+        "here for up to five steps.",
         "",
         "```bash",
         f"python -m tests.catch_rate --out {LINES} --page {PAGE}  # with each torch; here 4 and 12 minutes on one core",
         "```",
         "",
-        f"[The lines]({LINES.name}) hold by how much each training differs, and what was said.",
+        f"[The lines]({LINES.name}) hold all cases, by how much each training differs, and what was said.",
         "",
         "| result | |",
         "| --- | --- |",
-        *(f"| {name} | {words} |" for name, words in RESULTS.items()),
+        *(f"| {name} | {words} |" for name, words in RESULTS.items() if name in results),
         "",
-        "## Real faults",
+        "## What became of them",
         "",
-        "Each number is of cases; the last column is what was caught of what is there.",
+        "Planted faults stand for those on GPUs, of versions before 2.11, or without a small reproduction: a compiler "
+        "of ours computes the same kind of wrong result.",
         "",
-        *summary(rows, planted=False),
-        "## Planted twins",
-        "",
-        "The same kind of wrongness put into a compiler: of faults on GPUs, of versions before 2.11, or without a "
-        "small reproduction.",
-        "",
-        *summary(rows, planted=True),
+        *summary(rows),
         "## Not caught, and why",
         "",
     ]
@@ -207,11 +208,16 @@ def page(rows: Sequence[Row]) -> str:
     if alarms:
         head = ["training", "issues", "wrong first", "torch", "what was called different"]
         lines += ["## False alarms", "", *table(head, explained(alarms, ALARMS))]
-    lines += ["## Every case", "", "`step` is the one whose check decided; later ones ran eager.", ""]
-    for planted in (False, True):
-        for part in PARTS:
-            if found := cases(rows, part, planted):
-                lines += [f"### {part}{', planted' if planted else ''}", "", *found]
+    lines += [
+        "## Real faults, case by case",
+        "",
+        f"`step` is the one whose check decided; later ones ran eager. {len(names - shown)} further cases show no "
+        "fault under these versions.",
+        "",
+        *cases(rows, planted=False),
+    ]
+    if planted := cases(rows, planted=True):
+        lines += ["## Planted faults, case by case", "", *planted]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -18,7 +18,7 @@ from trainer.auto import chooser
 from trainer.auto.past_runs import load_timings, save_timings
 from trainer.auto.rule import CACHED_SECONDS, EAGER, MARGIN, SETUP_SECONDS, Arm, Timings
 
-# Of H200s and H100s (docs/results/without_records.md); of those without a source, the order is what counts.
+# Measured on H200s and H100s in November 2026; of those without a source, the order is what counts.
 WORKLOADS = {
     "captioning": Workload(
         steps={
@@ -88,7 +88,7 @@ WORKLOADS = {
         layers={"regional": 105, "whole": 110},
         parts=False,
     ),
-    "unet": Workload(  # this and the others: docs/log.md, 2026-11-27
+    "unet": Workload(  # this and the others: H200s, 2026-11-27
         steps={
             "eager": 0.0197,
             "regional": 0.0190,

@@ -22,6 +22,7 @@ from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer import console
 from trainer.callback import Compile
+from trainer.guards.checks import CHECKED_BEFORE
 from trainer.report.runs import find
 from trainer.sweep.environment import RECORDS_VARIABLE
 from trainer.telemetry import meter, telemetry
@@ -136,7 +137,7 @@ def test_another_fit_is_reported_as_the_first_one_and_has_measured_nothing_of_it
     assert first.report["checkpointing"] == again.report["checkpointing"]
     assert "slowdown" not in again.report
     assert (first.report["parity"]["verdict"], first.report["parity"]["checks"]) == ("passed", 1)
-    assert again.report["parity"]["reason"] == "an earlier training compared them"
+    assert again.report["parity"]["reason"] == CHECKED_BEFORE
 
 
 def test_evaluating_alone_leaves_no_record_and_does_not_touch_the_last_one(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ EAGER, MODULES, DERIVING = "eager", ("eager", "regional", "whole"), "second_orde
 """Ways to train modules; the last one is an arm once another one could not take a gradient within the loss."""
 SETUP_SECONDS = {"regional": 15.0, "whole": 35.0, DERIVING: 35.0, "cuda_graph": 0.5}
 """What setting up is expected to take where nothing is known: compiling took 6 to 35 s and 13 to 60 s, capturing 0.05
-to 0.5 s, on H200s (docs/results/without_records.md)."""
+to 0.5 s, on H200s in November 2026."""
 CACHED_SECONDS = {"regional": 4.0, "whole": 6.0, DERIVING: 6.0}
 """The same for code that is in the compiler's caches: it is traced and checked again."""
 COMPILER_SECONDS, EACH_GRAPH, EACH_LAYER = 2.0, 2.0, 0.35
