@@ -365,7 +365,7 @@ for given in (
     ("exception's notes", ValueError, lambda held: held.add_note("a"), lambda held: len(held.__notes__)),
     ("tuple of a list", lambda: ([],), lambda held: held[0].append(1), lambda held: len(held[0])),
     ("class's list", lambda: type("Holder", (), {"seen": []}), lambda held: held.seen.append(1), lambda h: len(h.seen)),
-    ("enumeration's member", lambda: enum.Enum("Phase", "FIRST")["FIRST"], add_to("count"), lambda held: held.count),
+    ("enumeration's member", lambda: enum.Enum("Phase", "FIRST")["FIRST"], add_to("count"), lambda held: held.count),  # type: ignore[index]
     ("memo", lambda: functools.cache(int), lambda h: h(h.cache_info().currsize), lambda h: h.cache_info().currsize),
     ("weak dictionary", weakly_keyed, lambda h: h[1].__setitem__(h[0], h[1][h[0]] + 1), lambda h: h[1][h[0]]),
     ("proxied mapping", proxied, lambda held: incremented(held[0]), lambda held: held[1]["count"]),

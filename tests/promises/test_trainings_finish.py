@@ -174,32 +174,6 @@ def test_compiled_code_that_raises(calls: int) -> None:
     as_eager(Module, [Regional(backend=name)], data=vectors(10))
 
 
-@pytest.mark.parametrize("stops", ["forward", "backward"])
-def test_an_option_ends_a_run_that_does_not_compile(stops: str) -> None:
-    made = COMPILERS[stops]()
-    torch._dynamo.register_backend(made, name=(name := f"ending_{id(made)}_{stops}"))
-    seen = train(Module, [Regional(backend=name)], compile_options={"on_compile_error": "fail"})
-    assert seen.ended is not None
-    assert "takes no forward" in str(seen.ended)
-
-
-class Counts(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * (1 + 0.01 * self.calls)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_limit_of_graphs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
-    seen = as_eager(lambda: Module(Net([Counts(), Counts()])), STRATEGIES[strategy](), data=vectors(12))
-    assert [one.calls for one in seen.module.net.blocks] == [12, 12]
-
-
 # ---- around a training ----------------------------------------------------------------------------------------------
 
 

@@ -221,17 +221,6 @@ def test_steps_that_eager_cannot_capture_are_not_captured_compiled(monkeypatch: 
     assert run.program.report["auto"]["table"]["whole+cuda_graph"]["failed"] == "it reads its loss"
 
 
-def test_a_run_that_ends_in_the_middle_of_a_trial_keeps_what_was_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = simulate(monkeypatch, SMALL, 20_000, captures=False)
-    while run.arm == "eager":
-        run.train(1)
-    choice = run.program.report["auto"]
-    assert (choice["chosen"], choice["decided_at_step"]) == ("eager", None)
-    assert "the run ended before the choice did" in choice["summary"]
-    assert [one.name for one in run.chooser.restore()] == []
-    assert run.arm == "eager"
-
-
 # ---- batches of many shapes ------------------------------------------------------------------------------------------
 
 

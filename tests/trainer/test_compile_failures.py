@@ -227,21 +227,6 @@ def test_options_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     assert not (tmp_path / "record.json").exists()
 
 
-def test_an_error_in_the_step_keeps_what_was_measured(tmp_path: Path) -> None:
-    class Breaks(Blocks):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if self.global_step == 3:
-                raise RuntimeError("the third step breaks")
-            return super().training_step(batch, batch_idx)
-
-    compile_ = Compile(warmup_steps=1)
-    with pytest.raises(RuntimeError, match="third step"):
-        fit(Breaks(), tmp_path, [compile_])
-    assert compile_.record.steps == 3
-    assert compile_.record.first_step_seconds is not None
-    assert compile_.record.final_loss is not None
-
-
 def test_an_error_of_thousands_of_words_is_cut() -> None:
     keys = ", ".join(f'"layers.{place}.weight"' for place in range(500))
     line = one_line(RuntimeError(f"Error(s) in loading state_dict:\n  Missing key(s): {keys}"))
