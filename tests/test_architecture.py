@@ -149,6 +149,7 @@ for module in sys.argv[1:]:
         "trainer.sweep.plan",
         "trainer.report.comparison",
         "scripts.compare",
+        "scripts.report",
         "trainer.settings",
         "strategies",
         "tasks",

@@ -1084,16 +1084,6 @@ class LazyNetwork(Module):
         super().__init__(nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(1)))
 
 
-@case()
-class BuiltInConfigureModel(Module):
-    def __init__(self) -> None:
-        super().__init__(nn.Identity())
-
-    def configure_model(self) -> None:
-        if isinstance(self.net, nn.Identity):
-            self.net = Net([Block(), Block()])
-
-
 @at(1, 4, 7)
 def ChangesItsWeightsData(self: Any) -> None:
     self.net.blocks[0].linear.weight.data = self.net.blocks[0].linear.weight.data.clone() * 0.9

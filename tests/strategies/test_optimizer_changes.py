@@ -105,11 +105,23 @@ def test_layers_exchanged_between_groups_take_the_rates_of_their_groups() -> Non
     assert both.update.looked == looked + 1
 
 
+def tied(module: Any, optimizer: Made) -> None:
+    module.layers[1].linear.weight.data = module.layers[0].linear.weight.data
+
+
+CHANGES: dict[str, Callable[[Any, Made], None]] = {
+    "parameters change places": lambda module, optimizer: optimizer.param_groups[0]["params"].reverse(),
+    "one count is set back": lambda module, optimizer: optimizer.state[module.head.bias]["step"].zero_(),
+    "weights share their memory": tied,
+}
+
+
 @pytest.mark.usefixtures("graphs")
-def test_parameters_may_change_places_within_a_group() -> None:
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_between_two_steps_is_followed(change: Callable[[Any, Made], None]) -> None:
     both = Both(adamw)
     both.train(3)
-    on_both(both, lambda module, optimizer: optimizer.param_groups[0]["params"].reverse())
+    on_both(both, change)
     both.train(3)
     both.are_alike()
 
@@ -139,15 +151,6 @@ def test_a_state_that_is_loaded_or_reset_is_gone_on_from(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_a_single_count_that_is_set_back_counts_for_its_parameter_alone() -> None:
-    both = Both(adamw)
-    both.train(3)
-    on_both(both, lambda module, optimizer: optimizer.state[module.head.bias]["step"].zero_())
-    both.train(3)
-    both.are_alike()
-
-
-@pytest.mark.usefixtures("graphs")
 def test_sets_of_parameters_may_take_turns() -> None:
     both = Both(adamw)
     for step in range(16):
@@ -169,19 +172,6 @@ def test_what_changes_all_the_time_is_left_to_torch() -> None:
     both.are_alike()
     assert both.update.state == "failed"
     assert "change all the time" in both.program.given_up["optimizer"]
-
-
-@pytest.mark.usefixtures("graphs")
-def test_weights_tied_by_their_memory_are_left_to_torch() -> None:
-    both = Both(adamw)
-    both.train(2)
-
-    def tie(module: Any, optimizer: Made) -> None:
-        module.layers[1].linear.weight.data = module.layers[0].linear.weight.data
-
-    on_both(both, tie)
-    both.train(3)
-    both.are_alike()
 
 
 @pytest.mark.usefixtures("graphs")

@@ -11,13 +11,11 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
-from torch import Tensor
 
-from strategies import Buckets, Optimizer, Regional
+from strategies import Optimizer, Regional
 from tests.strategies import backends
 from tests.strategies.backends import Fault
 from tests.sweep import MARK
-from tests.trainer import ragged_modules
 from tests.trainer.clock import CLOCK
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.manual_modules import Accumulates, Adversaries
@@ -171,30 +169,3 @@ def test_what_is_slower_than_eager_goes_on_eager(tmp_path: Path) -> None:
     assert compile_.record.report["slowdown"]["slower"]
     assert compile_.record.ended_in_eager
     assert (end.global_step, module.calls) == (300, 900), "no batch is trained on twice"
-
-
-class TextByHand(ragged_modules.TextModel):
-    """Ragged texts, optimized by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss.detach()
-
-
-def test_every_shape_comes_first_and_nothing_is_compiled_later() -> None:
-    torch._dynamo.reset()
-    buckets = Buckets(count=2, on_recompile="fail")
-    compile_ = Compile([buckets, Regional(backend="eager")], ragged=ragged_modules.RAGGED)
-    torch.manual_seed(0)
-    module = ragged_modules.fit(ragged_modules.TextData(), [compile_], module=TextByHand())
-    edges = compile_.record.report["buckets"]["edges"]
-    assert [width for width, *_ in module.trained[:2]] == edges[::-1]
-    assert len(compile_.record.report["warming"]["shapes"]) == 2
