@@ -19,7 +19,7 @@ from strategies.region import Checking
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
 from tests.strategies.test_optimizer import OPTIMIZERS, Both, Made, adamw
-from tests.sweep import MARK, some
+from tests.sweep import some
 
 STATEFUL = {name: OPTIMIZERS[name] for name in ("AdamW", "AdamW fused", "SGD", "SGD nesterov")}
 
@@ -27,13 +27,6 @@ STATEFUL = {name: OPTIMIZERS[name] for name in ("AdamW", "AdamW fused", "SGD", "
 def on_both(both: Both, change: Callable[[Any, Made], None]) -> None:
     for module, optimizer in both:
         change(module, optimizer)
-
-
-def replaced(module: Any, optimizer: Made) -> None:
-    torch.manual_seed(3)
-    without_state(module, optimizer)
-    module.head = nn.Linear(8, 3)
-    optimizer.param_groups[0]["params"] = list(module.parameters())
 
 
 def resized(module: Any, rows: int) -> None:
@@ -49,40 +42,6 @@ def resized(module: Any, rows: int) -> None:
 def without_state(module: Any, optimizer: Made) -> None:
     for parameter in module.head.parameters():
         optimizer.state.pop(parameter, None)
-
-
-@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL)
-@pytest.mark.usefixtures("graphs")
-def test_a_parameter_that_is_replaced_is_trained(make: Any) -> None:
-    both = Both(make)
-    both.train(4)
-    on_both(both, replaced)
-    both.train(4)
-    both.are_alike()
-    assert both.update.state == "compiled"
-
-
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        *(("eager", name) for name in STATEFUL if name != "AdamW"),
-        ("aot_eager", "AdamW"),
-        pytest.param("inductor", "SGD", marks=MARK),
-    ],
-)
-def test_a_parameter_may_grow_and_shrink(backend: str, name: str) -> None:
-    both = Both(STATEFUL[name], backend=backend)
-    both.train(4)
-    for rows in (64, 1):
-
-        def change(module: Any, optimizer: Made, rows: int = rows) -> None:
-            resized(module, rows)
-            without_state(module, optimizer)
-
-        on_both(both, change)
-        both.train(4)
-        both.are_alike()
-        assert both.update.state == "compiled"
 
 
 @pytest.mark.usefixtures("graphs")

@@ -50,17 +50,6 @@ def test_a_compiler_that_is_switched_off_in_torchs_configuration_leaves_eager(
     assert RunRecord.load(tmp_path) == record
 
 
-def test_on_compile_error_fail_ends_a_run_of_which_nothing_is_compiled(tmp_path: Path) -> None:
-    with torch._dynamo.config.patch(disable=True):
-        record = train(tmp_path, "on_compile_error=fail", "trainer.max_steps=20", strategy="whole", task="micro")
-    assert (record.status, record.exit_code, record.regions_compiled) == ("failed", 1, 0)
-    assert record.reason is not None
-    assert record.reason.startswith("Compile")
-    assert "on_compile_error=fail" in record.reason
-    assert record.steps is not None
-    assert record.steps <= 10, "not after the last"
-
-
 def test_code_compiled_earlier_in_the_process_does_not_pass_for_compiled(tmp_path: Path) -> None:
     fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")])])
     compile_ = Compile([Regional(backend="aot_eager")])
@@ -198,19 +187,6 @@ def test_a_graph_break_under_fullgraph_is_one_line_with_its_place(parity: str, t
     assert "test_compile_failures.py" in line
     assert "in forward)" in line, "the line that breaks, not the one that calls"
     assert "\n" not in line
-
-
-def test_compiled_code_that_fails_as_it_runs_is_found_by_its_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails() -> None:
-        raise RuntimeError("view size is not compatible")
-
-    monkeypatch.setattr(backends.Fault, "before", fails)
-    compile_ = Compile([Regional(backend=backends.FAULTY)])
-    with pytest.warns(UserWarning, match="view size"):
-        assert fit(Blocks(), tmp_path, [compile_]) == fit(Blocks(), tmp_path, [])
-    assert compile_.record.ended_in_eager
 
 
 def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> None:
