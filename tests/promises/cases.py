@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import lightning as L
 import numpy
 import torch
 import torch.utils.flop_counter
@@ -479,19 +478,6 @@ class Passing(Module):
         return (self.net.head(self.through(self.net.stem(batch))) - 1).square().mean()
 
 
-@case()
-class ReturnsADictionary(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            out = super().forward(x)
-            return {"x": out, "norm": out.square().mean(), "largest": out.argmax(-1), "name": "block", "none": None}
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        out = one(x)
-        assert out["name"] == "block"
-        return out["x"] + out["norm"] + 0.01 * out["largest"][:, None]
-
-
 @dataclasses.dataclass
 class Output:
     x: Tensor
@@ -499,32 +485,25 @@ class Output:
     more: list[Tensor]
 
 
-@case()
-class ReturnsADataClass(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            out = super().forward(x)
-            return Output(out, 3, [out.mean(), x])
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        out = one(x)
-        return out.x + out.more[0] + 0.1 * out.number
-
-
 class Named(collections.namedtuple("Named", ["x", "aux"])):
     pass
 
 
 @case()
-class ReturnsANamedTuple(Passing):
+class ReturnsStructures(Passing):
     class block(Block):
         def forward(self, x: Tensor) -> Any:
             out = super().forward(x)
-            return Named(out, (out.mean(), [1, 2, "three"]))
+            named = Named(out, (out.mean(), [1, 2, "three"]))
+            more = {"named": named, "largest": out.argmax(-1), "name": "block", "none": None}
+            return {"data class": Output(out, 3, [out.mean(), x]), **more}
 
     def call(self, one: Any, x: Tensor) -> Tensor:
         out = one(x)
-        return out.x + out.aux[0]
+        assert (out["name"], out["none"]) == ("block", None)
+        found = out["data class"]
+        x = found.x + found.more[0] + 0.1 * found.number
+        return x + out["named"].aux[0] + 0.01 * out["largest"][:, None]
 
 
 @case()
@@ -1253,26 +1232,6 @@ OTHER_PLACES = ("batch start", "batch end", "before zero_grad", "validation", "e
 """Of tools: within a step, and between steps, where the module is plain."""
 
 
-class Average(L.Callback):
-    """A moving average by ``deepcopy``, which is called too."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.copy = copy.deepcopy(pl_module.net)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for mine, its in zip(self.copy.parameters(), pl_module.net.parameters(), strict=True):
-                mine.lerp_(its, 0.1)
-            pl_module.observed = [*getattr(pl_module, "observed", []), round(float(self.copy(batch).mean()), 4)]
-        if batch_idx == 3:
-            self.copy = copy.deepcopy(self.copy)
-
-
-@case(data=vectors(8), callbacks=lambda: [Average()])
-class AveragesByCopies(Module):
-    pass
-
-
 @case(data=vectors(8))
 class TeacherOfItself(Module):
     """A copy made within the step."""
@@ -1334,12 +1293,6 @@ class GradientPenalty(Module):
             return super().loss(batch) + 0.1 * penalty(self.net, batch)
 
 
-@case(data=vectors(12))
-class GradientPenaltyNowAndThen(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) + (0.1 * penalty(self.net, batch) if batch_idx % 3 == 2 else 0.0)
-
-
 @case()
 class Forces(Module):
     """The loss is of a gradient alone, as in molecular dynamics."""
@@ -1391,12 +1344,6 @@ class KeepsTheGraph(Module):
         loss = self.loss(batch)
         gradients = torch.autograd.grad(loss, list(self.net.blocks.parameters()), retain_graph=True)
         return loss * (1 + 0.01 * float(sum(one.square().sum() for one in gradients)))
-
-
-@case(data=vectors(10))
-class KeepsTheGraphLater(KeepsTheGraph):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if batch_idx % 4 == 3 else self.loss(batch)
 
 
 class ByHand(Module):
@@ -1466,18 +1413,6 @@ class ScalesByHand(ByHand):
         self.scaler.step(optimizer)
         self.scaler.update()
         self.observed = [*getattr(self, "observed", []), self.scaler.get_scale()]
-        return {"loss": loss.detach()}
-
-
-@case(data=vectors(9))
-class AccumulatesByHand(ByHand):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        self.manual_backward(loss / 3)
-        if batch_idx % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
         return {"loss": loss.detach()}
 
 
