@@ -189,15 +189,6 @@ def test_containers_are_read_without_their_own_iterators() -> None:
     assert (list.__len__(held[0]), held[1]["a"]) == (2, [1])
 
 
-def test_an_ordered_dictionary_gets_its_order_back() -> None:
-    held = OrderedDict(a=1, b=2)
-    HISTORY.append(held)
-    state = RegionState(Remembers())
-    held.move_to_end("a")
-    state.restore()
-    assert [*held] == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("held", "change"),
     [
