@@ -190,21 +190,6 @@ def test_a_stance_that_forces_eager_lets_torchs_own_step_run_meanwhile() -> None
     assert both.update.state == "compiled"
 
 
-@pytest.mark.usefixtures("graphs")
-def test_a_gradient_scaler_unscales_before_the_step() -> None:
-    both = Both(lambda given: torch.optim.AdamW(given, lr=1e-2, fused=True))
-    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
-    for step in range(6):
-        for (module, optimizer), scaler in zip(both, scalers, strict=True):
-            optimizer.zero_grad()
-            loss = module(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
-            scaler.scale(loss * (float("inf") if step == 3 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    both.are_alike()
-    assert both.update.state == "compiled"
-
-
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -257,20 +242,6 @@ def test_a_wrong_update_is_found_before_it_is_ever_in_force(fault: Callable[[Any
     assert (both.update.state, bool(both.update.differs), both.update.looked) == ("failed", True, 2)
     assert any(one.share > 1 for one in both.update.checks)
     assert "differs from torch's" in both.program.given_up["optimizer"]
-
-
-@pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_an_update_that_becomes_wrong_is_found_once_somebody_asks(fault: Callable[[Any], None]) -> None:
-    both, compiler = faulty()
-    both.train(4)
-    assert both.update.state == "compiled"
-    compiler.wrong = fault
-    both.update.check_next_step()
-    assert both.update.state == "checking"
-    both.train(4)
-    both.are_alike()
-    assert both.update.state == "failed"
 
 
 @pytest.mark.usefixtures("graphs")
