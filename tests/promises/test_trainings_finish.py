@@ -147,7 +147,6 @@ class BreaksFrom:
 
 
 COMPILERS: dict[str, Callable[[], Any]] = {
-    "forward": lambda: refusing,
     "backward": refusing_backward,
     "second graph": lambda: RefusesFrom(1),
     "third graph": lambda: RefusesFrom(2),

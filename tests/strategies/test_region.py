@@ -183,26 +183,6 @@ def test_a_proven_kind_is_checked_again_when_asked() -> None:
 # ---- what a check finds ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parity", ["on", "off"])
-@pytest.mark.parametrize("backend", [backends.BROKEN_FORWARD, backends.BROKEN_BACKWARD])
-def test_what_does_not_compile_fails_with_the_reason_and_the_step_has_eagers_result(backend: str, parity: str) -> None:
-    blocks = [Counted() for _ in range(2)]
-    program, x_BD = compiled(*blocks, backend=backend), torch.randn(3, 8)
-    program.checking.mode = parity
-    result, gradients = plain_gradients(blocks[0], x_BD)
-    for _ in range(2):
-        with one_step(program):
-            blocks[0].zero_grad()
-            seen = blocks[0](x_BD)
-            seen.square().sum().backward()
-            assert torch.equal(seen, result)
-            for one, other in zip(blocks[0].parameters(), gradients, strict=True):
-                assert torch.equal(one.grad, other)
-    assert [one.state for one in program.regions] == [State.FAILED] * 2, "all of its kind"
-    assert "compiles no " in program.eager_parts["0"]
-    assert isinstance(next(iter(program.kinds.values())).error, Exception)
-
-
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_a_difference_counts_when_it_shows_twice(which: str) -> None:
     block = Counted()

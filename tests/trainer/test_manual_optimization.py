@@ -140,17 +140,6 @@ def test_a_wrong_program_is_found_in_either_network_and_trains_eager(which: str,
     assert list(compile_.record.eager_parts) == [f"{of}.layers.0", f"{of}.layers.1"]
 
 
-@pytest.mark.parametrize("backend", [backends.BROKEN_FORWARD, backends.BROKEN_BACKWARD])
-def test_what_does_not_compile_goes_on_eager(backend: str, tmp_path: Path) -> None:
-    eager, module = Adversaries(), Adversaries()
-    trained(eager, tmp_path, None)
-    compile_ = Compile([Regional(backend=backend)])
-    with pytest.warns(UserWarning, match=r"generator\.layers\.0, .*run eager"):
-        trained(module, tmp_path, compile_, profiler="simple")
-    assert module.seen == eager.seen
-    assert compile_.record.ended_in_eager
-
-
 class Slow(Accumulates):
     """Takes a while outside of the blocks."""
 

@@ -489,27 +489,6 @@ def test_a_script_that_ends_without_close_has_a_record_of_why(tmp_path: Path) ->
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_eagers_trains_in_eager_with_a_line() -> None:
-    model, expected = Net(), Net()
-    optimizer = adam(model)
-    try:
-        backends.Fault.forward = 1.01
-        with (
-            pytest.warns(UserWarning, match="not eager's"),
-            begin(None, model, optimizer, [Regional(backend=backends.FAULTY)]) as training,
-        ):
-            assert len([*steps(training, model, optimizer)]) == 6
-    finally:
-        backends.Fault.clear()
-    theirs = adam(expected)
-    for batch in loader():
-        theirs.zero_grad()
-        loss_function(expected, batch).backward()
-        theirs.step()
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    assert training.record.ended_in_eager
-
-
 def test_a_difference_ends_the_loop_where_that_is_asked_for(tmp_path: Path) -> None:
     model = Net()
     optimizer = adam(model)
