@@ -353,18 +353,6 @@ def test_completion_knows_the_users_own_options(
     assert capfd.readouterr().out.split() == ["experiment=ours"]
 
 
-def test_a_users_folders_shadow_nothing_and_stay_importable(tmp_path: Path) -> None:
-    for name in ("conf", "tasks", "strategies", "scripts", "acme"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise ImportError('shadowed')" if name != "acme" else "")
-    (tmp_path / "conf" / "config.yaml").write_text("seed: 99\n")
-    code = "from trainer import working_directory_last; working_directory_last(); import acme, tasks, strategies.base"
-    done = python(code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    done = python("from trainer.cli import main; main()", "--cfg", "job", cwd=tmp_path)
-    assert "seed: 0" in done.stdout, done.stderr
-
-
 def test_importing_the_package_touches_neither_path_nor_siblings(tmp_path: Path) -> None:
     code = "import sys; before = list(sys.path); import trainer; sys.exit(sys.path != before or 'tasks' in sys.modules)"
     assert python(code, cwd=tmp_path).returncode == 0

@@ -195,14 +195,6 @@ def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> 
     assert torch._dynamo.config.recompile_limit == before
 
 
-def test_options_are_refused_before_anything_is_built(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"compile\.regional\.parts: 'net\.tale'"):
-        train(tmp_path, "compile.regional.parts=[net.tale]", strategy="regional")
-    with pytest.raises(ValueError, match=r"^Whole\(backend='nonsense'\) is not one of"):
-        Compile([Whole(backend="nonsense")])
-    assert not (tmp_path / "record.json").exists()
-
-
 def test_an_error_of_thousands_of_words_is_cut() -> None:
     keys = ", ".join(f'"layers.{place}.weight"' for place in range(500))
     line = one_line(RuntimeError(f"Error(s) in loading state_dict:\n  Missing key(s): {keys}"))
