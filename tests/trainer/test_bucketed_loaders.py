@@ -189,6 +189,16 @@ def test_a_training_batch_longer_than_its_data_set_said_is_kept_whole_and_counte
     assert any("longer than planned" in note for note in compile_.record.notes)
 
 
+def test_more_examples_a_batch_where_they_are_short() -> None:
+    module, compile_ = train(strategy=Buckets(multiple=8, count=3, tokens_per_batch=128), max_steps=-1, max_epochs=1)
+    report = compile_.record.report["buckets"]
+    rows = dict(zip(report["edges"], report["batch_sizes"], strict=True))
+    assert len(set(rows.values())) > 1
+    for width, names, _ in module.trained:
+        assert len(names) == rows[width]
+        assert width * len(names) <= 128
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(TextsWithLengths(8))  # type: ignore[call-overload]
