@@ -138,6 +138,18 @@ def test_a_recompile_names_the_guard_that_failed_and_the_function(watch: Compile
     assert (watch.figures().recompiles, watch.figures().graphs) == (1, 2)
 
 
+def test_what_runs_out_of_recompiles_is_a_fallback(watch: CompilerMonitor) -> None:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled = torch.compile(doubles, backend="eager", dynamic=False)
+        for size in range(3, 7):
+            compiled(torch.ones(size))
+    fallbacks = [event for event in new(watch) if event.kind == "fallback"]
+    assert fallbacks
+    assert "recompile_limit" in fallbacks[0].reason
+    assert fallbacks[0].location is not None
+    assert HERE in fallbacks[0].location
+
+
 def test_of_a_very_long_reason_the_record_has_the_beginning(watch: CompilerMonitor) -> None:
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         raise RuntimeError("C++ compile error" + " warning" * 20_000)
