@@ -63,6 +63,19 @@ def test_every_example_is_trained_as_in_eager_the_last_ones_in_a_smaller_batch(c
     assert compile_.record.report["buckets"]["left_out_each_epoch"] == 0
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_training_begins_with_one_batch_of_each_shape_and_has_the_same_ones(warm: bool) -> None:
+    options = {"max_steps": -1, "max_epochs": 2}
+    module, compile_ = train(strategy=Buckets(multiple=8, count=3, warm=warm), **options)
+    usual, _ = train(strategy=Buckets(multiple=8, count=3, warm=False), **options)
+    edges = compile_.record.report["buckets"]["edges"]
+    widths, half = [width for width, *_ in module.trained], len(module.trained) // 2
+    assert (widths[:3] == edges[::-1]) is warm
+    names = [[one for _, one, _ in each.trained] for each in (module, usual)]
+    assert sorted(names[0][:half]) == sorted(names[1][:half])
+    assert names[0][half:] == names[1][half:], "later epochs begin as they come"
+
+
 def test_a_batch_has_the_loss_that_it_has_without_padding() -> None:
     data = TextData()
     module, _ = train(data, max_steps=1)
