@@ -183,6 +183,20 @@ def test_a_proven_kind_is_checked_again_when_asked() -> None:
 # ---- what a check finds ----------------------------------------------------------------------------------------------
 
 
+def test_an_error_of_the_users_own_is_raised_once_as_in_eager() -> None:
+    class Raises(Counted):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                raise LookupError("the user's own")
+            return super().forward(x_BD)
+
+    program = compiled(block := Raises())
+    with one_step(program), pytest.raises(LookupError, match="the user's own"):
+        block(torch.randn(3, 8))
+    assert region(program).state is State.CHECKING
+    assert program.eager_parts == {}
+
+
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_a_difference_counts_when_it_shows_twice(which: str) -> None:
     block = Counted()
