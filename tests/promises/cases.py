@@ -745,20 +745,6 @@ class NotCalledAtFirst(Passing):
         return x
 
 
-@case(data=vectors(12))
-class NeverCalled(Passing):
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return x + torch.tanh(one.linear(x))
-
-
-@case()
-class CalledByForward(Passing):
-    """Not by ``__call__``."""
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return one.forward(x)
-
-
 @case()
 class CalledInAThread(Passing):
     def through(self, x: Tensor) -> Tensor:
@@ -777,30 +763,22 @@ class CalledInAThread(Passing):
         return found[0]
 
 
-@case()
-class CheckpointedBlocks(Passing):
-    block = BatchNormBlock
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return checkpoint(one, x, use_reentrant=False)
-
-
-@case()
-class CheckpointedReentrantly(Passing):
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return checkpoint(one, x, use_reentrant=True)
+CALLS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
+    "CalledByForward": lambda self, one, x: one.forward(x),
+    "NeverCalled": lambda self, one, x: x + torch.tanh(one.linear(x)),
+    "OfTheDetached": lambda self, one, x: one(x.detach()),
+    "CheckpointedBlocks": lambda self, one, x: checkpoint(one, x, use_reentrant=False),
+    "CheckpointedReentrantly": lambda self, one, x: checkpoint(one, x, use_reentrant=True),
+}
+for name, call in CALLS.items():
+    blocks = {"block": BatchNormBlock} if name == "CheckpointedBlocks" else {}
+    CASES[name] = Case(type(name, (Passing,), {"call": call, **blocks}), {"data": vectors(12)})
 
 
 @block()
 class CheckpointInsideBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(nn.Sequential(self.linear, nn.Dropout(0.2)), x, use_reentrant=False)
-
-
-@case()
-class OfTheDetached(Passing):
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return one(x.detach())
 
 
 @case()
@@ -1549,16 +1527,6 @@ class UnderFlopCounting(Module):
         return loss
 
 
-@case(data=vectors(6), detect_anomaly=True)
-class UnderAnomalyDetection(Module):
-    pass
-
-
-@case(data=vectors(6), deterministic=True)
-class Deterministic(Module):
-    pass
-
-
 class Under(Module):
     """Every second step runs in a context of its own."""
 
@@ -1569,6 +1537,14 @@ class Under(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with contextlib.nullcontext() if batch_idx % 2 else self.context():
             return self.loss(batch)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "UnderAnomalyDetection": {"detect_anomaly": True},
+    "Deterministic": {"deterministic": True},
+    "ValidatesOtherShapes": {"validation": [torch.randn(rows, WIDTH) for rows in (3, 5, 8)], "val_check_interval": 2},
+}
+CASES.update({name: Case(Module, options) for name, options in OPTIONS.items()})
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
@@ -1595,11 +1571,6 @@ class ClipsAndAccumulates(Module):
         return [optimizer], [
             {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 20), "interval": "step"}
         ]
-
-
-@case(data=vectors(6), validation=[torch.randn(rows, WIDTH) for rows in (3, 5, 8)], val_check_interval=2)
-class ValidatesOtherShapes(Module):
-    pass
 
 
 @case(data=vectors(6), validation=vectors(2, seed=3), num_sanity_val_steps=2)
