@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,18 +41,12 @@ BESIDE = ["lint-imports ", "mypy "]
 """They run beside the tests; what they say comes after them."""
 
 
-def test_it_says_what_it_takes_and_runs_all_steps(copy: Path) -> None:
-    code, lines, _ = check(copy)
+@pytest.mark.parametrize(("options", "minutes", "tests"), [((), 13, USUAL), (("--fast",), 4, QUICK)])
+def test_it_says_what_it_takes_and_runs_all_steps(copy: Path, options: Any, minutes: int, tests: str) -> None:
+    code, lines, _ = check(copy, *options)
     assert code == 0
-    assert "about 13 minutes" in lines[0]
-    assert lines[1:] == [*LINT, f"python -m pytest -m {USUAL}", *BESIDE, "all good"]
-
-
-def test_fast_leaves_out_the_slow_tests_only(copy: Path) -> None:
-    code, lines, _ = check(copy, "--fast")
-    assert code == 0
-    assert "about 4 minutes" in lines[0]
-    assert lines[1:] == [*LINT, f"python -m pytest -m {QUICK}", *BESIDE, "all good"]
+    assert f"about {minutes} minutes" in lines[0]
+    assert lines[1:] == [*LINT, f"python -m pytest -m {tests}", *BESIDE, "all good"]
 
 
 def test_fix_puts_right_first(copy: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from scripts.compare import main
 from tests.conftest import ROOT
-from tests.report.records import ragged, record, save, static
+from tests.report.records import record, save, static
 
 
 @pytest.fixture(scope="module")
@@ -67,30 +66,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
     errors = capsys.readouterr().err
     assert errors.startswith(said)
     assert errors.count("\n") == 1
-
-
-def test_a_broken_record_in_a_folder_is_told_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(ragged(), tmp_path)
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "record.json").write_text("{}")
-    assert main([str(tmp_path)]) == 0
-    assert "left out: " in capsys.readouterr().err
-
-
-def test_fifty_records_take_less_than_a_second_and_no_torch(tmp_path: Path) -> None:
-    save(static(rounds=4), tmp_path)
-    code = (
-        "import sys; from scripts.compare import main; code = main(sys.argv[1:]); "
-        "unwanted = {'torch', 'lightning', 'hydra', 'omegaconf', 'matplotlib'}; "
-        "sys.exit(code or len(unwanted & {*sys.modules}))"
-    )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    process = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    # Of its processor, so that how busy the machine is does not matter; quick ones take a third of a second.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 3
 
 
 def test_a_reader_that_closes_early_is_no_error(sweep: Path) -> None:

@@ -16,7 +16,7 @@ from strategies import STRATEGIES
 from strategies.base import Strategy
 from tests.conftest import hydra_put_back
 from trainer import CONF
-from trainer.config import known_options, register, strategy_names, to_config
+from trainer.config import known_options, register, to_config
 from trainer.settings import Config, TrainerConfig
 
 YAMLS = sorted(Path(CONF).rglob("*.yaml"))
@@ -45,18 +45,6 @@ def option_of(file: Path) -> tuple[str, str]:
 
 def build(*overrides: str) -> Config:
     return to_config(compose("config", overrides=list(overrides)), overrides)
-
-
-def test_every_yaml_begins_with_the_command_that_uses_it() -> None:
-    unlike = []
-    for file in YAMLS:
-        lines = [line for line in file.read_text().splitlines() if not line.startswith("# @package")]
-        group, name = option_of(file)
-        # Alone, or in a list where it makes sense only beside others.
-        used = group.startswith((".", "hydra")) or re.search(rf" {re.escape(group)}=(\[(\w+,)*)?{name}\b", lines[0])
-        if not (used and lines[0].startswith("# python -m trainer ")):
-            unlike.append((str(file), lines[0]))
-    assert unlike == []
 
 
 def test_every_option_composes_into_dataclasses(subtests: pytest.Subtests) -> None:
@@ -120,12 +108,6 @@ def test_a_strategy_alone_has_every_field_s_default(subtests: pytest.Subtests) -
 
 def test_the_default_trainer_yaml_is_the_dataclasss_defaults() -> None:
     assert build().trainer == TrainerConfig()
-
-
-def test_names_of_a_combination_are_in_the_order_of_stages_not_of_the_command_line() -> None:
-    for text in ("compile=[regional,whole]", "compile=[whole,regional]"):
-        assert strategy_names(compose("config", overrides=[text]).compile) == "regional+whole"
-    assert strategy_names(compose("config").compile) == "eager"
 
 
 def test_composites_differ_from_their_strategies_only_as_they_say() -> None:

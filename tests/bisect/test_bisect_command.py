@@ -105,17 +105,3 @@ def test_the_standard_library_keeps_its_module_of_the_same_name() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.stdout.split() == [str(ROOT / "scripts" / "bisect" / "__init__.py"), "2", "None"], done.stderr
-
-
-def test_help_shows_examples_without_importing_torch() -> None:
-    code = (
-        "import sys; from scripts.bisect.__main__ import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0
-    assert "crucible bisect task=captioning compile=regional" in done.stdout

@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ from scripts.explain import Explanation, Finding
 from scripts.explain.__main__ import main, print_explanation, verdict
 from tasks.lightning_module import ScoredModule
 from tasks.micro.task import Micro
-from tests.conftest import ROOT
 from trainer.process import Interrupted
 
 MICRO = ["task=micro", "task.width=16", "task.batch_size=4", "task.train_examples=16", "trainer.val_every_n_steps=0"]
@@ -83,20 +80,6 @@ def test_wrong_options_end_with_2(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert stopped.value.code == 2
     assert arguments[0] in capsys.readouterr().err
-
-
-def test_help_shows_examples_without_importing_torch() -> None:
-    code = (
-        "import sys; from scripts.explain.__main__ import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0
-    assert "examples:" in done.stdout
 
 
 def interrupt() -> None:

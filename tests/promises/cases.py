@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import logging
 import pickle
@@ -17,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import lightning as L
 import numpy
 import torch
 import torch.utils.flop_counter
@@ -87,40 +87,6 @@ class LstmBlock(nn.Module):
         return x + out[:, 0]
 
 
-@block()
-class GruBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True, num_layers=2, dropout=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.recurrent(x[:, None])
-        return x + out[:, 0]
-
-
-@block()
-class CellBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(1, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = None
-        for column in x.split(1, 1)[:4]:
-            state = self.cell(column, state)
-        assert state is not None
-        return x + state[0]
-
-
-@case(repeats=False)
-class RecurrentAlone(Module):
-    def __init__(self) -> None:
-        super().__init__(nn.LSTM(WIDTH, WIDTH, batch_first=True))
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.net(batch[:, None])[0].square().mean()
-
-
 @case(repeats=False)
 class PackedSequences(Module):
     def __init__(self) -> None:
@@ -131,17 +97,6 @@ class PackedSequences(Module):
         lengths = torch.randint(1, 6, (len(x),)).sort(descending=True).values
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
         return self.net(packed)[0].data.square().mean()
-
-
-@block()
-class AttentionBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[None]
-        return (x + self.attention(x, x, x)[0])[0]
 
 
 @block()
@@ -160,34 +115,47 @@ class BatchNormBlock(Block):
         return self.norm(super().forward(x))
 
 
-@block()
-class SpectralNormBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.spectral_norm(self.linear)
+def changed(change: Callable[[Any], Any]) -> Callable[[], Module]:
+    """A training of two blocks, each changed."""
 
-
-@block()
-class WeightNormBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.weight_norm(self.linear)
-
-
-@block()
-class OldSpectralNormBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
+    def made() -> Module:
+        blocks = [Block(), Block()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            nn.utils.spectral_norm(self.linear)
+            for one in blocks:
+                change(one)
+        return Module(Net(blocks))
+
+    return made
 
 
-@block()
-class PrunedBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        prune.random_unstructured(self.linear, "weight", 0.3)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "SpectralNorm": lambda block: parametrizations.spectral_norm(block.linear),
+    "WeightNorm": lambda block: parametrizations.weight_norm(block.linear),
+    "OldSpectralNorm": lambda block: nn.utils.spectral_norm(block.linear),
+    "Pruned": lambda block: prune.random_unstructured(block.linear, "weight", 0.3),
+    "ScriptedInside": lambda block: setattr(block, "linear", torch.jit.script(block.linear)),
+    "UnusedParameter": lambda block: setattr(block, "unused", nn.Linear(WIDTH, WIDTH)),
+    "PatchedForward": lambda block: setattr(block, "forward", halved(block.forward)),
+    "HookInside": lambda block: (
+        block.linear.register_forward_hook(lambda module, given, out: out * 0.9),
+        block.linear.register_forward_pre_hook(lambda module, given: (given[0] + 0.1,)),
+    ),
+    "BackwardHookInside": lambda block: block.linear.register_full_backward_hook(half_of_the_gradient),
+    "HookOnItself": lambda block: (
+        block.register_forward_hook(lambda module, given, out: out * 0.9),
+        block.register_full_backward_hook(half_of_the_gradient),
+    ),
+}
+CASES.update({name: Case(changed(change), {}) for name, change in CHANGES.items()})
+
+
+def halved(own: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: own(x) * 0.5
+
+
+def half_of_the_gradient(module: Any, given: Any, out: Any) -> Any:
+    return None if given[0] is None else (given[0] * 0.5,)
 
 
 @block()
@@ -241,52 +209,6 @@ class LayerDropBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training and random.random() < 0.5 else super().forward(x)
-
-
-@block()
-class NumpyDropBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * float(numpy.random.choice([0.5, 1.0]))
-
-
-@block()
-class ShufflingBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[torch.randperm(len(x))]) + 0.1 * torch.randn_like(x)
-
-
-@block()
-class CountingBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * (1 + 0.1 * self.calls)
-
-
-@block()
-class BufferBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.mean.lerp_(x.mean(0), 0.3)
-                self.count += 1
-        return super().forward(x - self.mean) / self.count.clamp(min=1)
-
-
-@block()
-class ReplacedBufferBlock(BufferBlock):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return Block.forward(self, x - self.mean)
 
 
 @block()
@@ -441,18 +363,6 @@ class DisabledBlock(Block):
         return x + self.inner(x)
 
 
-@block()
-class ScriptedInsideBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.inner = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
 @case()
 class ScriptedBlocks(Module):
     def __init__(self) -> None:
@@ -465,14 +375,6 @@ class ScriptedBlocks(Module):
 class OwnCallBlock(Block):
     def __call__(self, x: Tensor) -> Tensor:
         return super().__call__(x) * 0.5
-
-
-@block()
-class PatchedForwardBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        own = self.forward
-        self.forward = lambda x: own(x) * 0.5  # type: ignore[method-assign]
 
 
 @block()
@@ -543,42 +445,12 @@ class MakesAParameterBlock(Block):
 
 
 @block()
-class HookInsideBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.register_forward_hook(lambda module, given, out: out * 0.9)
-        self.linear.register_forward_pre_hook(lambda module, given: (given[0] + 0.1,))
-
-
-@block()
-class BackwardHookInsideBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.register_full_backward_hook(lambda module, given, out: (given[0] * 0.5,))
-
-
-@block()
-class HookOnItselfBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_hook(lambda module, given, out: out * 0.9)
-        self.register_full_backward_hook(lambda module, given, out: None if given[0] is None else (given[0] * 0.5,))
-
-
-@block()
 class TensorHookBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         if out.requires_grad:
             out.register_hook(lambda gradient: gradient * 0.5)
         return out
-
-
-@block()
-class UnusedParameterBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused, self.none = nn.Linear(WIDTH, WIDTH), None
 
 
 @case(repeats=False)
@@ -595,25 +467,15 @@ class Passing(Module):
     """How the network calls its blocks is the case's own; x is the batch behind the stem."""
 
     def through(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        for one in self.net.blocks:
+            x = self.call(one, x)
+        return x
+
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return one(x)
 
     def loss(self, batch: Any) -> Tensor:
         return (self.net.head(self.through(self.net.stem(batch))) - 1).square().mean()
-
-
-@case()
-class ReturnsADictionary(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            out = super().forward(x)
-            return {"x": out, "norm": out.square().mean(), "largest": out.argmax(-1), "name": "block", "none": None}
-
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            out = one(x)
-            assert out["name"] == "block"
-            x = out["x"] + out["norm"] + 0.01 * out["largest"][:, None]
-        return x
 
 
 @dataclasses.dataclass
@@ -623,36 +485,25 @@ class Output:
     more: list[Tensor]
 
 
-@case()
-class ReturnsADataClass(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            out = super().forward(x)
-            return Output(out, 3, [out.mean(), x])
-
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            out = one(x)
-            x = out.x + out.more[0] + 0.1 * out.number
-        return x
-
-
 class Named(collections.namedtuple("Named", ["x", "aux"])):
     pass
 
 
 @case()
-class ReturnsANamedTuple(Passing):
+class ReturnsStructures(Passing):
     class block(Block):
         def forward(self, x: Tensor) -> Any:
             out = super().forward(x)
-            return Named(out, (out.mean(), [1, 2, "three"]))
+            named = Named(out, (out.mean(), [1, 2, "three"]))
+            more = {"named": named, "largest": out.argmax(-1), "name": "block", "none": None}
+            return {"data class": Output(out, 3, [out.mean(), x]), **more}
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            out = one(x)
-            x = out.x + out.aux[0]
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        out = one(x)
+        assert (out["name"], out["none"]) == ("block", None)
+        found = out["data class"]
+        x = found.x + found.more[0] + 0.1 * found.number
+        return x + out["named"].aux[0] + 0.01 * out["largest"][:, None]
 
 
 @case()
@@ -663,12 +514,10 @@ class ReturnsNothing(Passing):
         def forward(self, x: Tensor, out: list[Tensor]) -> None:
             out.append(super().forward(x))
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            out: list[Tensor] = []
-            assert one(x, out) is None
-            (x,) = out
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        out: list[Tensor] = []
+        assert one(x, out) is None
+        return out[0]
 
 
 @case()
@@ -677,12 +526,10 @@ class ReturnsNumbers(Passing):
         def forward(self, x: Tensor) -> Any:
             return super().forward(x), x.shape[0], 0.5, True, None
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x, rows, half, true, none = one(x)
-            assert (rows, true, none) == (len(x), True, None)
-            x = x * half
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        x, rows, half, true, none = one(x)
+        assert (rows, true, none) == (len(x), True, None)
+        return x * half
 
 
 @case()
@@ -692,11 +539,9 @@ class ReturnsItsInput(Passing):
             out = super().forward(x)
             return x, out, out, x[:, :4], self.linear.weight, out.detach()
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            same, out, again, view, weight, apart = one(x)
-            x = 0.2 * (same + out + again + view.mean() + weight.mean() + apart)
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        same, out, again, view, weight, apart = one(x)
+        return 0.2 * (same + out + again + view.mean() + weight.mean() + apart)
 
 
 @case()
@@ -706,10 +551,8 @@ class ReturnsAFunction(Passing):
             out = super().forward(x)
             return lambda other: out + other
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = one(x)(x)
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return one(x)(x)
 
 
 @case()
@@ -718,10 +561,8 @@ class ReturnsADistribution(Passing):
         def forward(self, x: Tensor) -> Any:
             return torch.distributions.Normal(super().forward(x), 1.0)
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = one(x).rsample()
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return one(x).rsample()
 
 
 @case()
@@ -731,10 +572,8 @@ class ReturnsAGenerator(Passing):
             yield super().forward(x)
             yield x
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = sum(one(x))  # type: ignore[assignment]
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return sum(one(x))  # type: ignore[assignment]
 
 
 @case()
@@ -758,10 +597,8 @@ class AnyArguments(Passing):
             out = super().forward(given[0]) * named["factors"]["first"]
             return named["function"](out) + given[1][0] + given[2](out).mean()
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = one(x, (x.mean(), "word"), self.net.stem, factors={"first": 0.5}, function=torch.tanh)
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return one(x, (x.mean(), "word"), self.net.stem, factors={"first": 0.5}, function=torch.tanh)
 
 
 @case()
@@ -770,10 +607,8 @@ class WritesIntoItsInput(Passing):
         def forward(self, x: Tensor) -> Tensor:
             return x.add_(torch.tanh(self.linear(x.clone())))
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = one(x * 1.0)
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return one(x * 1.0)
 
 
 @case()
@@ -801,10 +636,8 @@ class WritesIntoALeaf(Passing):
                 x.clamp_(-0.5, 0.5)
             return super().forward(x)
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = one(x.detach().requires_grad_())
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return one(x.detach().requires_grad_())
 
 
 @case()
@@ -865,11 +698,6 @@ class CalledRecursively(Passing):
             x = super().forward(x)
             return self(x, depth - 1) if depth else x
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = one(x)
-        return x
-
 
 @case()
 class WithAndWithoutGradients(Passing):
@@ -917,24 +745,6 @@ class NotCalledAtFirst(Passing):
         return x
 
 
-@case(data=vectors(12))
-class NeverCalled(Passing):
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = x + torch.tanh(one.linear(x))
-        return x
-
-
-@case()
-class CalledByForward(Passing):
-    """Not by ``__call__``."""
-
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = one.forward(x)
-        return x
-
-
 @case()
 class CalledInAThread(Passing):
     def through(self, x: Tensor) -> Tensor:
@@ -953,36 +763,22 @@ class CalledInAThread(Passing):
         return found[0]
 
 
-@case()
-class CheckpointedBlocks(Passing):
-    block = BatchNormBlock
-
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = checkpoint(one, x, use_reentrant=False)
-        return x
-
-
-@case()
-class CheckpointedReentrantly(Passing):
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = checkpoint(one, x, use_reentrant=True)
-        return x
+CALLS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
+    "CalledByForward": lambda self, one, x: one.forward(x),
+    "NeverCalled": lambda self, one, x: x + torch.tanh(one.linear(x)),
+    "OfTheDetached": lambda self, one, x: one(x.detach()),
+    "CheckpointedBlocks": lambda self, one, x: checkpoint(one, x, use_reentrant=False),
+    "CheckpointedReentrantly": lambda self, one, x: checkpoint(one, x, use_reentrant=True),
+}
+for name, call in CALLS.items():
+    blocks = {"block": BatchNormBlock} if name == "CheckpointedBlocks" else {}
+    CASES[name] = Case(type(name, (Passing,), {"call": call, **blocks}), {"data": vectors(12)})
 
 
 @block()
 class CheckpointInsideBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(nn.Sequential(self.linear, nn.Dropout(0.2)), x, use_reentrant=False)
-
-
-@case()
-class OfTheDetached(Passing):
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x = one(x.detach())
-        return x
 
 
 @case()
@@ -995,10 +791,8 @@ class OneOutputUnused(Passing):
         def forward(self, x: Tensor) -> Any:
             return super().forward(x), self.pooler(x)
 
-    def through(self, x: Tensor) -> Tensor:
-        for one in self.net.blocks:
-            x, _ = one(x)
-        return x
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return one(x)[0]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5)
@@ -1127,22 +921,33 @@ class SparseEmbedding(Module):
 # ---- modules that change --------------------------------------------------------------------------------------------
 
 
-@case(data=vectors(10))
-class ReplacesABlock(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            torch.manual_seed(5)
-            self.net.blocks[0] = Block()
-            self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[0].parameters())})
+def at(*steps: int) -> Callable[[Any], Any]:
+    """A training whose module is changed before these steps."""
+
+    def add(change: Callable[[Any], None]) -> Any:
+        class Changes(Module):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+                if batch_idx in steps:
+                    change(self)
+
+        Changes.__name__ = change.__name__
+        return case(data=vectors(10))(Changes)
+
+    return add
 
 
-@case(data=vectors(10))
-class AppendsABlock(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (3, 6):
-            torch.manual_seed(5)
-            self.net.blocks.append(Block())
-            self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[-1].parameters())})
+@at(4)
+def ReplacesABlock(self: Any) -> None:
+    torch.manual_seed(5)
+    self.net.blocks[0] = Block()
+    self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[0].parameters())})
+
+
+@at(3, 6)
+def AppendsABlock(self: Any) -> None:
+    torch.manual_seed(5)
+    self.net.blocks.append(Block())
+    self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[-1].parameters())})
 
 
 @case(data=vectors(10))
@@ -1154,21 +959,17 @@ class TakesABlockAway(Module):
             del self.net.blocks[0]
 
 
-@case(data=vectors(10))
-class ReplacesALayerOfABlock(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            torch.manual_seed(5)
-            self.net.blocks[0].linear = nn.Linear(WIDTH, WIDTH, bias=False)
-            self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[0].linear.parameters())})
+@at(4)
+def ReplacesALayerOfABlock(self: Any) -> None:
+    torch.manual_seed(5)
+    self.net.blocks[0].linear = nn.Linear(WIDTH, WIDTH, bias=False)
+    self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[0].linear.parameters())})
 
 
-@case(data=vectors(10))
-class PatchesAForwardLater(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            one = self.net.blocks[0]
-            one.forward = types.MethodType(lambda self, x: x - torch.tanh(self.linear(x)), one)
+@at(4)
+def PatchesAForwardLater(self: Any) -> None:
+    one = self.net.blocks[0]
+    one.forward = types.MethodType(lambda self, x: x - torch.tanh(self.linear(x)), one)
 
 
 @case(data=vectors(10))
@@ -1271,47 +1072,23 @@ class FrozenToTheHead(Module):
         self.net.head.requires_grad_(True)
 
 
-@block()
-class LazyBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.LazyLinear(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
 @case(repeats=False)
 class LazyNetwork(Module):
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(1)))
 
 
-@case()
-class BuiltInConfigureModel(Module):
-    def __init__(self) -> None:
-        super().__init__(nn.Identity())
-
-    def configure_model(self) -> None:
-        if isinstance(self.net, nn.Identity):
-            self.net = Net([Block(), Block()])
+@at(1, 4, 7)
+def ChangesItsWeightsData(self: Any) -> None:
+    self.net.blocks[0].linear.weight.data = self.net.blocks[0].linear.weight.data.clone() * 0.9
 
 
-@case(data=vectors(8))
-class ChangesItsWeightsData(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 3 == 1:
-            self.net.blocks[0].linear.weight.data = self.net.blocks[0].linear.weight.data.clone() * 0.9
-
-
-@case(data=vectors(8))
-class ReplacesAParameter(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            linear = self.net.blocks[0].linear
-            linear.weight = nn.Parameter(linear.weight.detach() * 0.5)
-            group = self.trainer.optimizers[0].param_groups[0]
-            group["params"] = list(self.parameters())
+@at(4)
+def ReplacesAParameter(self: Any) -> None:
+    linear = self.net.blocks[0].linear
+    linear.weight = nn.Parameter(linear.weight.detach() * 0.5)
+    group = self.trainer.optimizers[0].param_groups[0]
+    group["params"] = list(self.parameters())
 
 
 @case(data=vectors(8))
@@ -1470,26 +1247,6 @@ OTHER_PLACES = ("batch start", "batch end", "before zero_grad", "validation", "e
 """Of tools: within a step, and between steps, where the module is plain."""
 
 
-class Average(L.Callback):
-    """A moving average by ``deepcopy``, which is called too."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.copy = copy.deepcopy(pl_module.net)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for mine, its in zip(self.copy.parameters(), pl_module.net.parameters(), strict=True):
-                mine.lerp_(its, 0.1)
-            pl_module.observed = [*getattr(pl_module, "observed", []), round(float(self.copy(batch).mean()), 4)]
-        if batch_idx == 3:
-            self.copy = copy.deepcopy(self.copy)
-
-
-@case(data=vectors(8), callbacks=lambda: [Average()])
-class AveragesByCopies(Module):
-    pass
-
-
 @case(data=vectors(8))
 class TeacherOfItself(Module):
     """A copy made within the step."""
@@ -1551,18 +1308,6 @@ class GradientPenalty(Module):
             return super().loss(batch) + 0.1 * penalty(self.net, batch)
 
 
-@case(data=vectors(12))
-class GradientPenaltyLater(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) + (0.1 * penalty(self.net, batch) if batch_idx >= 5 else 0.0)
-
-
-@case(data=vectors(12))
-class GradientPenaltyNowAndThen(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) + (0.1 * penalty(self.net, batch) if batch_idx % 3 == 2 else 0.0)
-
-
 @case()
 class Forces(Module):
     """The loss is of a gradient alone, as in molecular dynamics."""
@@ -1614,12 +1359,6 @@ class KeepsTheGraph(Module):
         loss = self.loss(batch)
         gradients = torch.autograd.grad(loss, list(self.net.blocks.parameters()), retain_graph=True)
         return loss * (1 + 0.01 * float(sum(one.square().sum() for one in gradients)))
-
-
-@case(data=vectors(10))
-class KeepsTheGraphLater(KeepsTheGraph):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if batch_idx % 4 == 3 else self.loss(batch)
 
 
 class ByHand(Module):
@@ -1689,18 +1428,6 @@ class ScalesByHand(ByHand):
         self.scaler.step(optimizer)
         self.scaler.update()
         self.observed = [*getattr(self, "observed", []), self.scaler.get_scale()]
-        return {"loss": loss.detach()}
-
-
-@case(data=vectors(9))
-class AccumulatesByHand(ByHand):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        self.manual_backward(loss / 3)
-        if batch_idx % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
         return {"loss": loss.detach()}
 
 
@@ -1829,31 +1556,6 @@ class LossOfNothing(Module):
 
 
 @case(data=vectors(6))
-class UnderAMode(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx % 2:
-            return self.loss(batch)
-        with Dispatching():
-            return self.loss(batch)
-
-
-@case(data=vectors(6))
-class UnderAFunctionMode(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx % 2:
-            return self.loss(batch)
-        with FunctionMode():
-            return self.loss(batch)
-
-
-@case(data=vectors(6))
-class UnderADevice(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.device("cpu"):
-            return self.loss(batch)
-
-
-@case(data=vectors(6))
 class UnderFlopCounting(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
@@ -1862,31 +1564,35 @@ class UnderFlopCounting(Module):
         return loss
 
 
-@case(data=vectors(6), detect_anomaly=True)
-class UnderAnomalyDetection(Module):
-    pass
+class Under(Module):
+    """Every second step runs in a context of its own."""
 
+    def __init__(self, context: Callable[[], Any]) -> None:
+        super().__init__()
+        self.context = context
 
-@case(data=vectors(6), deterministic=True)
-class Deterministic(Module):
-    pass
-
-
-@case(data=vectors(6))
-class SavedTensorsHooks(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x * 1.0, lambda x: x):
+        with contextlib.nullcontext() if batch_idx % 2 else self.context():
             return self.loss(batch)
 
 
-@case(data=vectors(6))
-class UnderAutocast(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=batch_idx % 2 == 0):
-            return self.loss(batch)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "UnderAnomalyDetection": {"detect_anomaly": True},
+    "Deterministic": {"deterministic": True},
+    "ValidatesOtherShapes": {"validation": [torch.randn(rows, WIDTH) for rows in (3, 5, 8)], "val_check_interval": 2},
+}
+CASES.update({name: Case(Module, options) for name, options in OPTIONS.items()})
 
 
-CASES["UnderAutocast"].options["close"] = 2e-2
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "UnderAMode": Dispatching,
+    "UnderAFunctionMode": FunctionMode,
+    "UnderADevice": lambda: torch.device("cpu"),
+    "UnderAutocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "SavedTensorsHooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x * 1.0, lambda x: x),
+}
+for name, context in CONTEXTS.items():
+    CASES[name] = Case(functools.partial(Under, context), {"close": 2e-2 if name == "UnderAutocast" else 1e-4})
 
 for precision, tolerance in (("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("64-true", 1e-6), ("16-true", 5e-2)):
     CASES[f"Precision {precision}"] = Case(
@@ -1902,11 +1608,6 @@ class ClipsAndAccumulates(Module):
         return [optimizer], [
             {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 20), "interval": "step"}
         ]
-
-
-@case(data=vectors(6), validation=[torch.randn(rows, WIDTH) for rows in (3, 5, 8)], val_check_interval=2)
-class ValidatesOtherShapes(Module):
-    pass
 
 
 @case(data=vectors(6), validation=vectors(2, seed=3), num_sanity_val_steps=1, val_check_interval=3)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import array
 import collections
-import contextvars
 import ctypes
 import dataclasses
 import decimal
@@ -28,7 +27,8 @@ import tempfile
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import lightning as L
@@ -55,11 +55,6 @@ def kind(make: Callable[[Any], Advance]) -> Callable[[Any], Advance]:
     return make
 
 
-def of_the_training(make: Callable[[Any], Advance]) -> Callable[[Any], Advance]:
-    OF_THE_TRAINING.add(make.__name__.replace("_", " ").strip())
-    return kind(make)
-
-
 # ---- functions, closures, iterators ---------------------------------------------------------------------------------
 
 
@@ -71,17 +66,6 @@ def closure(_: Any) -> Advance:
         nonlocal count
         count += 1
         return count
-
-    return advance
-
-
-@kind
-def list_in_a_closure(_: Any) -> Advance:
-    seen: list[int] = []
-
-    def advance(_: Any) -> float:
-        seen.append(1)
-        return len(seen)
 
     return advance
 
@@ -115,30 +99,6 @@ def partial_of_a_list(_: Any) -> Advance:
 
 
 @kind
-def generator_object(_: Any) -> Advance:
-    def count() -> Iterator[int]:
-        number = 0
-        while True:
-            number += 1
-            yield number
-
-    made = count()
-    return lambda _: next(made)
-
-
-@kind
-def generator_that_is_sent_to(_: Any) -> Advance:
-    def count() -> Any:
-        total = 0.0
-        while True:
-            total += yield total
-
-    made = count()
-    next(made)
-    return lambda _: made.send(1.0)
-
-
-@kind
 def coroutine(_: Any) -> Advance:
     @types.coroutine
     def pause(value: int) -> Any:
@@ -152,80 +112,6 @@ def coroutine(_: Any) -> Advance:
 
     made = count()
     return lambda _: made.send(None)
-
-
-@kind
-def counter_of_itertools(_: Any) -> Advance:
-    made = itertools.count(1)
-    return lambda _: next(made)
-
-
-@kind
-def cycle_of_itertools(_: Any) -> Advance:
-    made = itertools.cycle(range(1, 200))
-    return lambda _: next(made)
-
-
-@kind
-def accumulation_of_itertools(_: Any) -> Advance:
-    made = itertools.accumulate(itertools.repeat(1))
-    return lambda _: next(made)
-
-
-@kind
-def iterator_of_a_list(_: Any) -> Advance:
-    made = iter(list(range(1, 300)))
-    return lambda _: next(made)
-
-
-@kind
-def iterator_of_a_dictionary(_: Any) -> Advance:
-    made = iter(dict.fromkeys(range(1, 300)))
-    return lambda _: next(made)
-
-
-@kind
-def zip_and_enumerate(_: Any) -> Advance:
-    made = enumerate(zip(range(300), range(300), strict=True), 1)
-    return lambda _: next(made)[0]
-
-
-@kind
-def memo(_: Any) -> Advance:
-    @functools.cache
-    def remembered(number: int) -> int:
-        return number
-
-    def advance(_: Any) -> float:
-        remembered(remembered.cache_info().currsize)
-        return remembered.cache_info().currsize
-
-    return advance
-
-
-@kind
-def local_in_a_frame_of_a_class(_: Any) -> Advance:
-    class Callable_:
-        def __init__(self) -> None:
-            self.count = 0
-
-        def __call__(self, _: Any) -> float:
-            self.count += 1
-            return self.count
-
-    return Callable_()
-
-
-@kind
-def object_of_a_bound_method(_: Any) -> Advance:
-    class Owner:
-        count = 0
-
-        def advance(self, _: Any) -> float:
-            self.count += 1
-            return self.count
-
-    return Owner().advance
 
 
 # ---- globals and classes --------------------------------------------------------------------------------------------
@@ -254,16 +140,6 @@ def global_dictionary(_: Any) -> Advance:
         return GLOBAL_DICTIONARY["count"]
 
     GLOBAL_DICTIONARY["count"] = 0
-    return advance
-
-
-@kind
-def global_list(_: Any) -> Advance:
-    def advance(_: Any) -> float:
-        GLOBAL_LIST.append(1)
-        return len(GLOBAL_LIST)
-
-    GLOBAL_LIST.clear()
     return advance
 
 
@@ -306,18 +182,6 @@ def class_attribute(_: Any) -> Advance:
 
 
 @kind
-def class_list(_: Any) -> Advance:
-    class Holder:
-        seen: list[int] = []
-
-    def advance(_: Any) -> float:
-        Holder.seen.append(1)
-        return len(Holder.seen)
-
-    return advance
-
-
-@kind
 def attribute_of_the_modules_class(module: Any) -> Advance:
     type(module).tests_count = 0
 
@@ -343,63 +207,6 @@ def metaclass_attribute(_: Any) -> Advance:
     return advance
 
 
-@kind
-def enumeration_member(_: Any) -> Advance:
-    class Phase(enum.Enum):
-        FIRST = "first"
-
-    Phase.FIRST.count = 0  # type: ignore[attr-defined]
-
-    def advance(_: Any) -> float:
-        Phase.FIRST.count += 1  # type: ignore[attr-defined]
-        return Phase.FIRST.count  # type: ignore[attr-defined]
-
-    return advance
-
-
-@kind
-def property_with_state(_: Any) -> Advance:
-    class Holder:
-        def __init__(self) -> None:
-            self._count = 0
-
-        @property
-        def count(self) -> int:
-            self._count += 1
-            return self._count
-
-    held = Holder()
-    return lambda _: held.count
-
-
-@kind
-def descriptor(_: Any) -> Advance:
-    class Counts:
-        def __init__(self) -> None:
-            self.counts: dict[int, int] = collections.defaultdict(int)
-
-        def __get__(self, owner: Any, kind: Any = None) -> int:
-            self.counts[id(owner)] += 1
-            return self.counts[id(owner)]
-
-    class Holder:
-        count = Counts()
-
-    held = Holder()
-    return lambda _: held.count
-
-
-@kind
-def attribute_made_on_demand(_: Any) -> Advance:
-    class Holder:
-        def __getattr__(self, name: str) -> int:
-            self.__dict__["made"] = self.__dict__.get("made", 0) + 1
-            return self.__dict__["made"]
-
-    held = Holder()
-    return lambda _: held.anything
-
-
 # ---- containers and objects -----------------------------------------------------------------------------------------
 
 
@@ -421,7 +228,12 @@ def incremented(held: Any) -> None:
 
 
 def add_to(name: str) -> Callable[[Any], None]:
-    return lambda held: setattr(held, name, getattr(held, name) + 1)
+    """Adds to an attribute, which may begin with it."""
+    return lambda held: setattr(held, name, getattr(held, name, 0) + 1)
+
+
+def inserted(base: sqlite3.Connection) -> None:
+    base.executescript("create table if not exists seen (number integer); insert into seen values (1)")
 
 
 class OwnDictionary(dict[str, int]):
@@ -458,6 +270,69 @@ class Plain:
     count = 0
 
 
+class Owner:
+    """Counts when it, its method or its property is asked."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def advance(self, _: Any = None) -> float:
+        self._count += 1
+        return self._count
+
+    __call__ = advance
+    count = property(advance)
+
+
+class OnDemand:
+    def __getattr__(self, name: str) -> int:
+        self.__dict__["made"] = self.__dict__.get("made", 0) + 1
+        return self.__dict__["made"]
+
+
+class Descriptor:
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = collections.defaultdict(int)
+
+    def __get__(self, owner: Any, kind: Any = None) -> int:
+        self.counts[id(owner)] += 1
+        return self.counts[id(owner)]
+
+
+def weakly_keyed() -> Any:
+    held = Slots()
+    return held, weakref.WeakKeyDictionary({held: 0})
+
+
+def proxied() -> Any:
+    behind = {"count": 0}
+    return behind, types.MappingProxyType(behind)
+
+
+def counting() -> Any:
+    total = 0.0
+    while True:
+        total += (yield total) or 1.0
+
+
+def begun() -> Any:
+    made = counting()
+    next(made)
+    return made
+
+
+def written_file() -> Any:
+    return tempfile.TemporaryFile("w+")
+
+
+def numbered_file() -> Any:
+    file = written_file()
+    file.write("\n".join(str(number) for number in range(1, 300)))
+    file.seek(0)
+    return file
+
+
+given: Any
 for given in (
     ("queue", queue.Queue, lambda held: held.put(1), lambda held: held.qsize()),
     ("simple queue", queue.SimpleQueue, lambda held: held.put(1), lambda held: held.qsize()),
@@ -489,19 +364,41 @@ for given in (
     ("nested", lambda: {"a": [{"count": 0}]}, lambda held: incremented(held["a"][0]), lambda h: h["a"][0]["count"]),
     ("exception's notes", ValueError, lambda held: held.add_note("a"), lambda held: len(held.__notes__)),
     ("tuple of a list", lambda: ([],), lambda held: held[0].append(1), lambda held: len(held[0])),
+    ("class's list", lambda: type("Holder", (), {"seen": []}), lambda held: held.seen.append(1), lambda h: len(h.seen)),
+    ("enumeration's member", lambda: enum.Enum("Phase", "FIRST")["FIRST"], add_to("count"), lambda held: held.count),  # type: ignore[index]
+    ("memo", lambda: functools.cache(int), lambda h: h(h.cache_info().currsize), lambda h: h.cache_info().currsize),
+    ("weak dictionary", weakly_keyed, lambda h: h[1].__setitem__(h[0], h[1][h[0]] + 1), lambda h: h[1][h[0]]),
+    ("proxied mapping", proxied, lambda held: incremented(held[0]), lambda held: held[1]["count"]),
+    ("context variable", lambda: ContextVar("tests", default=0), lambda h: h.set(h.get() + 1), lambda h: h.get()),
+    ("data base in memory", lambda: sqlite3.connect(":memory:"), inserted, lambda held: held.total_changes),
+    ("file that is written", written_file, lambda held: held.write("a"), lambda held: held.tell()),
 ):
-    container(*given)  # type: ignore[arg-type]
+    container(*given)
 
 
-@kind
-def frozen_data_class_that_is_replaced(module: Any) -> Advance:
-    module.frozen = FrozenData()
-
-    def advance(owner: Any) -> float:
-        owner.frozen = dataclasses.replace(owner.frozen, count=owner.frozen.count + 1)
-        return owner.frozen.count
-
-    return advance
+for name, made, draw in (  # what answers by going on
+    ("property with state", Owner, lambda held: held.count),
+    ("attribute made on demand", OnDemand, lambda held: held.anything),
+    ("descriptor", lambda: type("Holder", (), {"count": Descriptor()})(), lambda held: held.count),
+    ("generator object", counting, next),
+    ("generator that is sent to", begun, lambda held: held.send(1.0)),
+    ("counter of itertools", lambda: itertools.count(1), next),
+    ("cycle of itertools", lambda: itertools.cycle(range(1, 200)), next),
+    ("accumulation of itertools", lambda: itertools.accumulate(itertools.repeat(1)), next),
+    ("iterator of a list", lambda: iter(list(range(1, 300))), next),
+    ("iterator of a dictionary", lambda: iter(dict.fromkeys(range(1, 300))), next),
+    ("zip and enumerate", lambda: enumerate(zip(range(300), range(300), strict=True), 1), lambda held: next(held)[0]),
+    ("file that is read", numbered_file, lambda held: float(held.readline())),
+    ("random generator of ones own", lambda: random.Random(0), lambda held: held.random()),
+    ("random numbers of python", lambda: random.seed(0), lambda _: random.random()),
+    ("generator of numpy", lambda: numpy.random.default_rng(0), lambda held: float(held.random())),
+    ("random numbers of numpy", lambda: numpy.random.seed(0), lambda _: float(numpy.random.rand())),
+    ("generator of torch", lambda: torch.Generator().manual_seed(0), lambda g: float(torch.rand((), generator=g))),
+    ("random numbers of torch", lambda: None, lambda _: float(torch.rand(()))),
+):
+    container(name, made, lambda held: None, draw)
+KINDS["object that is called"] = lambda _: Owner()
+KINDS["object of a bound method"] = lambda _: Owner().advance
 
 
 @kind
@@ -520,72 +417,6 @@ def weakly_referenced_object(module: Any) -> Advance:
 
 
 KEPT: list[Any] = []
-
-
-@kind
-def weak_dictionary(_: Any) -> Advance:
-    held, by = Slots(), weakref.WeakKeyDictionary[Any, int]()
-    by[held] = 0
-
-    def advance(_: Any) -> float:
-        by[held] += 1
-        return by[held]
-
-    return advance
-
-
-@kind
-def proxied_mapping(_: Any) -> Advance:
-    behind = {"count": 0}
-    seen = types.MappingProxyType(behind)
-
-    def advance(_: Any) -> float:
-        behind["count"] += 1
-        return seen["count"]
-
-    return advance
-
-
-@kind
-def context_variable(_: Any) -> Advance:
-    variable = contextvars.ContextVar("tests_promises", default=0)
-
-    def advance(_: Any) -> float:
-        variable.set(variable.get() + 1)
-        return variable.get()
-
-    return advance
-
-
-@kind
-def data_base_in_memory(_: Any) -> Advance:
-    base = sqlite3.connect(":memory:")
-    base.execute("create table seen (number integer)")
-
-    def advance(_: Any) -> float:
-        base.execute("insert into seen values (1)")
-        return base.execute("select count(*) from seen").fetchone()[0]
-
-    return advance
-
-
-@kind
-def file_that_is_read(_: Any) -> Advance:
-    file: Any = tempfile.TemporaryFile("w+")  # noqa: SIM115
-    file.write("\n".join(str(number) for number in range(1, 300)))
-    file.seek(0)
-    return lambda _: float(file.readline())
-
-
-@kind
-def file_that_is_written(_: Any) -> Advance:
-    file: Any = tempfile.TemporaryFile("w+")  # noqa: SIM115
-
-    def advance(_: Any) -> float:
-        file.write("a")
-        return file.tell()
-
-    return advance
 
 
 @kind
@@ -608,18 +439,6 @@ def handler_of_logging(_: Any) -> Advance:
 
 
 @kind
-def object_under_a_lock(_: Any) -> Advance:
-    lock, held = threading.Lock(), Plain()
-
-    def advance(_: Any) -> float:
-        with lock:
-            held.count += 1
-            return held.count
-
-    return advance
-
-
-@kind
 def counter_of_another_thread(_: Any) -> Advance:
     held = Plain()
 
@@ -632,45 +451,11 @@ def counter_of_another_thread(_: Any) -> Advance:
     return advance
 
 
-# ---- random numbers -------------------------------------------------------------------------------------------------
-
-
-@kind
-def random_generator_of_ones_own(_: Any) -> Advance:
-    made = random.Random(0)
-    return lambda _: made.random()
-
-
-@kind
-def random_numbers_of_python(_: Any) -> Advance:
-    random.seed(0)
-    return lambda _: random.random()
-
-
-@kind
-def generator_of_numpy(_: Any) -> Advance:
-    made = numpy.random.default_rng(0)
-    return lambda _: float(made.random())
-
-
-@kind
-def random_numbers_of_numpy(_: Any) -> Advance:
-    numpy.random.seed(0)
-    return lambda _: float(numpy.random.rand())
-
-
-@kind
-def generator_of_torch(_: Any) -> Advance:
-    made = torch.Generator().manual_seed(0)
-    return lambda _: float(torch.rand((), generator=made))
-
-
-@kind
-def random_numbers_of_torch(_: Any) -> Advance:
-    return lambda _: float(torch.rand(()))
-
-
 # ---- modules and tensors --------------------------------------------------------------------------------------------
+
+
+def replaced(owner: Any) -> None:
+    owner.held = dataclasses.replace(owner.held, count=owner.held.count + 1)
 
 
 def attribute(name: str, made: Callable[[], Any], step: Callable[[Any], Any], far: Callable[[Any], float]) -> None:
@@ -700,56 +485,19 @@ for given in (
     ("module's tensor replaced", lambda: torch.zeros(()), add_to("held"), lambda owner: float(owner.held)),
     ("module's decimal", lambda: decimal.Decimal(0), add_to("held"), lambda owner: float(owner.held)),
     ("module's tensors in a list", lambda: [torch.zeros(())], lambda o: o.held[0].add_(1), lambda o: float(o.held[0])),
-    ("module that holds a number", nn.Identity, lambda o: add_to_held(o.held), lambda o: o.held.count),
+    ("module that holds a number", nn.Identity, lambda o: add_to("count")(o.held), lambda o: o.held.count),
+    ("attribute that begins later", int, add_to("begun"), lambda owner: owner.begun),
+    ("buffer", lambda: nn.Buffer(torch.zeros(())), lambda o: o.held.add_(1), lambda o: float(o.held)),
+    (
+        "buffer that is replaced",
+        lambda: nn.Buffer(torch.zeros(()), persistent=False),
+        add_to("held"),
+        lambda o: float(o.held),
+    ),
+    ("attribute of a parameter", int, lambda o: add_to("n")(next(o.parameters())), lambda o: next(o.parameters()).n),
+    ("frozen data class that is replaced", FrozenData, replaced, lambda owner: owner.held.count),
 ):
-    attribute(*given)  # type: ignore[arg-type]
-
-
-def add_to_held(held: Any) -> None:
-    held.count = getattr(held, "count", 0) + 1
-
-
-@kind
-def attribute_that_begins_later(_: Any) -> Advance:
-    def advance(owner: Any) -> float:
-        owner.begun = getattr(owner, "begun", 0) + 1
-        return owner.begun
-
-    return advance
-
-
-@kind
-def buffer(module: Any) -> Advance:
-    module.register_buffer("counted", torch.zeros(()))
-
-    def advance(owner: Any) -> float:
-        owner.counted.add_(1)
-        return float(owner.counted)
-
-    return advance
-
-
-@kind
-def buffer_that_is_replaced(module: Any) -> Advance:
-    module.register_buffer("counted", torch.zeros(()), persistent=False)
-
-    def advance(owner: Any) -> float:
-        owner.counted = owner.counted + 1
-        return float(owner.counted)
-
-    return advance
-
-
-@kind
-def attribute_of_a_parameter(module: Any) -> Advance:
-    next(module.parameters()).count = 0  # type: ignore[attr-defined]
-
-    def advance(owner: Any) -> float:
-        parameter = next(owner.parameters())
-        parameter.count += 1
-        return parameter.count
-
-    return advance
+    attribute(*given)
 
 
 @kind
@@ -821,6 +569,9 @@ def holder(name: str, find: Callable[[Any], Any]) -> None:
     def make(_: Any) -> Advance:
         def advance(owner: Any) -> float:
             held = find(owner)
+            if isinstance(held, dict):
+                held["seen"] = held.get("seen", 0) + 1
+                return held["seen"]
             held.tests_count = getattr(held, "tests_count", 0) + 1
             return held.tests_count
 
@@ -840,29 +591,11 @@ for name, find in (
     ("data set's attribute", lambda owner: owner.trainer.train_dataloader.dataset),
     ("loader's attribute", lambda owner: owner.trainer.train_dataloader),
     ("loop's attribute", lambda owner: owner.trainer.fit_loop),
+    ("entry of a parameter group", lambda owner: owner.trainer.optimizers[0].param_groups[0]),
+    ("state of the optimizer", lambda owner: owner.trainer.optimizers[0].state["tests"]),
     ("hyperparameters' attribute", lambda owner: owner.hparams),
 ):
     holder(name, find)
-
-
-@of_the_training
-def entry_of_a_parameter_group(_: Any) -> Advance:
-    def advance(owner: Any) -> float:
-        group = owner.trainer.optimizers[0].param_groups[0]
-        group["seen"] = group.get("seen", 0) + 1
-        return group["seen"]
-
-    return advance
-
-
-@of_the_training
-def state_of_the_optimizer(_: Any) -> Advance:
-    def advance(owner: Any) -> float:
-        state = owner.trainer.optimizers[0].state["tests"]
-        state["seen"] = state.get("seen", 0) + 1
-        return state["seen"]
-
-    return advance
 
 
 # ---- trainings ------------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ import lightning as L
 import pytest
 import torch
 from crucible import Checkpointing, Compile, Optimizer, Regional, Strategy, Whole
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
-from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, ByHand, WithATool
+from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, WithATool
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
 from tests.sweep import MARK
 from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE
@@ -148,7 +148,6 @@ class BreaksFrom:
 
 
 COMPILERS: dict[str, Callable[[], Any]] = {
-    "forward": lambda: refusing,
     "backward": refusing_backward,
     "second graph": lambda: RefusesFrom(1),
     "third graph": lambda: RefusesFrom(2),
@@ -173,32 +172,6 @@ def test_compiled_code_that_raises(calls: int) -> None:
     made = BreaksFrom(calls)
     torch._dynamo.register_backend(made, name=(name := f"breaking_{calls}_{id(made)}"))
     as_eager(Module, [Regional(backend=name)], data=vectors(10))
-
-
-@pytest.mark.parametrize("stops", ["forward", "backward"])
-def test_an_option_ends_a_run_that_does_not_compile(stops: str) -> None:
-    made = COMPILERS[stops]()
-    torch._dynamo.register_backend(made, name=(name := f"ending_{id(made)}_{stops}"))
-    seen = train(Module, [Regional(backend=name)], compile_options={"on_compile_error": "fail"})
-    assert seen.ended is not None
-    assert "takes no forward" in str(seen.ended)
-
-
-class Counts(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * (1 + 0.01 * self.calls)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_limit_of_graphs(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 4)
-    seen = as_eager(lambda: Module(Net([Counts(), Counts()])), STRATEGIES[strategy](), data=vectors(12))
-    assert [one.calls for one in seen.module.net.blocks] == [12, 12]
 
 
 # ---- around a training ----------------------------------------------------------------------------------------------
@@ -316,28 +289,11 @@ def test_outside_of_steps_the_module_is_plain() -> None:
     """In every hook between batches, and after the training."""
     found: list[bool] = []
 
-    class Looks(Module):
-        def look(self) -> None:
-            found.append(all(one._compiled_call_impl is None for one in self.modules()))
+    def look(self: Any, *_: Any) -> None:
+        found.append(all(one._compiled_call_impl is None for one in self.modules()))
 
-        def on_fit_start(self) -> None:
-            self.look()
-
-        def on_train_start(self) -> None:
-            self.look()
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.look()
-
-        def on_train_epoch_end(self) -> None:
-            self.look()
-
-        def on_validation_epoch_end(self) -> None:
-            self.look()
-
-        def on_fit_end(self) -> None:
-            self.look()
-
+    hooks = ("fit_start", "train_start", "train_batch_end", "train_epoch_end", "validation_epoch_end", "fit_end")
+    Looks = type("Looks", (Module,), {f"on_{name}": look for name in hooks})
     seen = train(Looks, STRATEGIES["regional"](), validation=vectors(1), max_epochs=2)
     assert seen.ended is None
     assert seen.record is not None
@@ -387,35 +343,6 @@ def test_the_callback_can_be_copied_after_a_training() -> None:
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
-class Widening(nn.Module):
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).relu()
-
-
-@pytest.mark.parametrize("inputs", [8, WIDTH])
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_blocks_whose_first_is_of_another_width_are_not_compiled_for_every_batch(inputs: int, dynamic: Any) -> None:
-    class Graphs(Module):
-        def __init__(self) -> None:
-            super().__init__(nn.ModuleList([Widening(inputs), Widening(WIDTH), Widening(WIDTH)]))
-
-        def loss(self, batch: Any) -> Tensor:
-            for one in self.net:
-                batch = one(batch)
-            return batch.square().mean()
-
-    batches = [torch.randn(20 + 3 * number, inputs) for number in range(20)]
-    seen = as_eager(Graphs, [Regional(backend="aot_eager", dynamic=dynamic)], data=batches)
-    assert seen.record is not None
-    assert seen.record.graphs is not None
-    assert seen.record.graphs <= 6, seen.record.graphs
-    assert not seen.record.eager_parts
-
-
 def test_plain_blocks_are_compiled_and_few_times() -> None:
     seen = as_eager(lambda: Module(Net([Block() for _ in range(4)])), STRATEGIES["regional"](), data=vectors(12))
     record = seen.record
@@ -425,35 +352,3 @@ def test_plain_blocks_are_compiled_and_few_times() -> None:
     assert record.graphs is not None
     assert record.graphs <= 3, "one of a kind, and what lies beside the blocks"
     assert record.report["parity"]["verdict"] == "passed"
-
-
-def test_a_generator_that_steps_seldom_is_compiled() -> None:
-    class Game(ByHand):
-        def __init__(self) -> None:
-            super().__init__()
-            self.critic = Net([Block(), Block()])
-            self.net.head = nn.Linear(WIDTH, WIDTH)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            generator, critic = self.optimizers()  # type: ignore[misc]
-            self.toggle_optimizer(critic)
-            loss = self.critic(batch).square().mean() - self.critic(self.net(batch).detach()).mean()
-            critic.zero_grad()
-            self.manual_backward(loss)
-            critic.step()
-            self.untoggle_optimizer(critic)
-            if batch_idx % 4 == 3:
-                self.toggle_optimizer(generator)
-                generator.zero_grad()
-                self.manual_backward(self.critic(self.net(batch)).square().mean())
-                generator.step()
-                self.untoggle_optimizer(generator)
-            return {"loss": loss.detach()}
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.Adam(one.parameters(), lr=0.01) for one in (self.net, self.critic)]
-
-    for strategy in STRATEGIES.values():
-        seen = as_eager(Game, strategy(), data=vectors(12), close=1e-3)
-        assert seen.record is not None
-        assert seen.record.regions_compiled == seen.record.regions

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.records import ragged, record, static
+from tests.report.records import ragged, record
 from trainer.report.comparison import WorkloadComparison
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
@@ -150,12 +150,6 @@ def test_without_eager_there_is_no_ratio_and_what_is_missing_is_told() -> None:
 def test_what_cannot_be_compared_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         compared(*(rounds("eager", 100) if options else []), **options)
-
-
-def test_published_figures_of_static_captions_come_to_a_verdict() -> None:
-    (found,) = compared(*static(rounds=5))
-    assert found.crossings[-1].arm == "cached+buckets+regional+optimizer+cuda_graph"
-    assert "for fewer than" in found.verdict
 
 
 def test_a_failed_cell_has_a_row_with_its_reason_and_no_figures() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
-import subprocess
 import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 
 from scripts.report import main
-from tests.conftest import ROOT
 from tests.report.records import ragged, record, save, static
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.pictures import PICTURES
@@ -204,21 +201,6 @@ def test_a_lonely_record_without_figures_makes_a_page(tmp_path: Path) -> None:
     page = Page(report([RunRecord(task="toy", status="failed", reason="no compiler")], tmp_path))
     assert page.figures() == []
     assert "no compiler" in page.text
-
-
-def test_it_takes_seconds_and_no_torch(tmp_path: Path) -> None:
-    runs = save([*static(rounds=1), record("eager", task="other")], tmp_path / "runs")
-    code = (
-        "import sys; from scripts.report import main; code = main(sys.argv[1:]);"
-        "sys.exit(code or sum(name in sys.modules for name in ('torch', 'lightning', 'hydra')))"
-    )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    command = [sys.executable, "-c", code, str(runs), "-o", str(tmp_path / "r.html")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    # Of its processor, so that how busy the machine is does not matter; about three on quick ones.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 30
-    assert re.search(r"r\.html: 2 workloads, \d+ runs, \d+ KiB", done.stdout)
 
 
 def test_no_runs_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,18 +105,6 @@ def test_a_module_whose_forward_is_torchs_own_is_really_compiled(kind: str, grap
     assert len(graphs) == 1
 
 
-def test_hooks_on_a_region_still_run(graphs: list[GraphModule]) -> None:
-    module = Stack(nn.ModuleList([Block(), Block()]))
-    calls: list[nn.Module] = []
-    for block in module.layers:
-        block.register_forward_hook(lambda hooked, inputs, output: calls.append(hooked))
-    program = Program(module=module, blocks=("layers",))
-    apply([STRATEGIES["regional"](backend=backends.COUNTING)], program)  # type: ignore[call-arg]
-    in_force(program)
-    module(torch.randn(2, 8))
-    assert calls == list(module.layers)
-
-
 class Stages(nn.Module):
     """Blocks of one class and many widths, which share the limit on recompiles."""
 
@@ -154,10 +142,3 @@ def test_an_undeclared_module_has_its_children_compiled_and_a_note_says_what_sta
     (note,) = program.notes
     assert "stem, layers, head" in note
     assert "stays eager" in note
-
-
-def test_a_module_without_parameters_is_left_eager_and_says_so() -> None:
-    program = Program(module=nn.Sequential(nn.ReLU(), nn.Identity()))
-    Whole().apply(program)
-    assert program.eager_parts == {"whole": "the module has no child with parameters to compile"}
-    assert program.notes == ["whole: the module has no child with parameters to compile; it runs eager"]

@@ -257,24 +257,6 @@ def test_after_the_end_the_optimizers_own_step_goes_on(graphs: list[GraphModule]
     both.are_alike()
 
 
-def test_parameters_may_be_without_a_gradient_for_a_while(graphs: list[GraphModule]) -> None:
-    both = Both(adamw)
-    for trained in (True, False, False, True, True):
-        for module in both.modules:
-            module.layers[0].requires_grad_(trained)
-        both.train(2)
-    both.are_alike()
-
-
-def test_a_group_added_later_is_updated(graphs: list[GraphModule]) -> None:
-    both = Both(lambda given: adamw(list(given)[:-2]))
-    both.train(2)
-    for module, optimizer in both:
-        optimizer.add_param_group({"params": list(module.parameters())[-2:], "lr": 1e-3})
-    both.train(2)
-    both.are_alike()
-
-
 def test_hooks_and_closure_run_and_the_loss_is_returned(graphs: list[GraphModule]) -> None:
     module = stack(2)
     optimizer = torch.optim.AdamW(module.parameters())

@@ -19,7 +19,7 @@ from strategies.region import Checking
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
 from tests.strategies.test_optimizer import OPTIMIZERS, Both, Made, adamw
-from tests.sweep import MARK, some
+from tests.sweep import some
 
 STATEFUL = {name: OPTIMIZERS[name] for name in ("AdamW", "AdamW fused", "SGD", "SGD nesterov")}
 
@@ -27,13 +27,6 @@ STATEFUL = {name: OPTIMIZERS[name] for name in ("AdamW", "AdamW fused", "SGD", "
 def on_both(both: Both, change: Callable[[Any, Made], None]) -> None:
     for module, optimizer in both:
         change(module, optimizer)
-
-
-def replaced(module: Any, optimizer: Made) -> None:
-    torch.manual_seed(3)
-    without_state(module, optimizer)
-    module.head = nn.Linear(8, 3)
-    optimizer.param_groups[0]["params"] = list(module.parameters())
 
 
 def resized(module: Any, rows: int) -> None:
@@ -49,40 +42,6 @@ def resized(module: Any, rows: int) -> None:
 def without_state(module: Any, optimizer: Made) -> None:
     for parameter in module.head.parameters():
         optimizer.state.pop(parameter, None)
-
-
-@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL)
-@pytest.mark.usefixtures("graphs")
-def test_a_parameter_that_is_replaced_is_trained(make: Any) -> None:
-    both = Both(make)
-    both.train(4)
-    on_both(both, replaced)
-    both.train(4)
-    both.are_alike()
-    assert both.update.state == "compiled"
-
-
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        *(("eager", name) for name in STATEFUL if name != "AdamW"),
-        ("aot_eager", "AdamW"),
-        pytest.param("inductor", "SGD", marks=MARK),
-    ],
-)
-def test_a_parameter_may_grow_and_shrink(backend: str, name: str) -> None:
-    both = Both(STATEFUL[name], backend=backend)
-    both.train(4)
-    for rows in (64, 1):
-
-        def change(module: Any, optimizer: Made, rows: int = rows) -> None:
-            resized(module, rows)
-            without_state(module, optimizer)
-
-        on_both(both, change)
-        both.train(4)
-        both.are_alike()
-        assert both.update.state == "compiled"
 
 
 @pytest.mark.usefixtures("graphs")
@@ -105,11 +64,23 @@ def test_layers_exchanged_between_groups_take_the_rates_of_their_groups() -> Non
     assert both.update.looked == looked + 1
 
 
+def tied(module: Any, optimizer: Made) -> None:
+    module.layers[1].linear.weight.data = module.layers[0].linear.weight.data
+
+
+CHANGES: dict[str, Callable[[Any, Made], None]] = {
+    "parameters change places": lambda module, optimizer: optimizer.param_groups[0]["params"].reverse(),
+    "one count is set back": lambda module, optimizer: optimizer.state[module.head.bias]["step"].zero_(),
+    "weights share their memory": tied,
+}
+
+
 @pytest.mark.usefixtures("graphs")
-def test_parameters_may_change_places_within_a_group() -> None:
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_between_two_steps_is_followed(change: Callable[[Any, Made], None]) -> None:
     both = Both(adamw)
     both.train(3)
-    on_both(both, lambda module, optimizer: optimizer.param_groups[0]["params"].reverse())
+    on_both(both, change)
     both.train(3)
     both.are_alike()
 
@@ -139,15 +110,6 @@ def test_a_state_that_is_loaded_or_reset_is_gone_on_from(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_a_single_count_that_is_set_back_counts_for_its_parameter_alone() -> None:
-    both = Both(adamw)
-    both.train(3)
-    on_both(both, lambda module, optimizer: optimizer.state[module.head.bias]["step"].zero_())
-    both.train(3)
-    both.are_alike()
-
-
-@pytest.mark.usefixtures("graphs")
 def test_sets_of_parameters_may_take_turns() -> None:
     both = Both(adamw)
     for step in range(16):
@@ -169,19 +131,6 @@ def test_what_changes_all_the_time_is_left_to_torch() -> None:
     both.are_alike()
     assert both.update.state == "failed"
     assert "change all the time" in both.program.given_up["optimizer"]
-
-
-@pytest.mark.usefixtures("graphs")
-def test_weights_tied_by_their_memory_are_left_to_torch() -> None:
-    both = Both(adamw)
-    both.train(2)
-
-    def tie(module: Any, optimizer: Made) -> None:
-        module.layers[1].linear.weight.data = module.layers[0].linear.weight.data
-
-    on_both(both, tie)
-    both.train(3)
-    both.are_alike()
 
 
 @pytest.mark.usefixtures("graphs")
@@ -241,21 +190,6 @@ def test_a_stance_that_forces_eager_lets_torchs_own_step_run_meanwhile() -> None
     assert both.update.state == "compiled"
 
 
-@pytest.mark.usefixtures("graphs")
-def test_a_gradient_scaler_unscales_before_the_step() -> None:
-    both = Both(lambda given: torch.optim.AdamW(given, lr=1e-2, fused=True))
-    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
-    for step in range(6):
-        for (module, optimizer), scaler in zip(both, scalers, strict=True):
-            optimizer.zero_grad()
-            loss = module(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
-            scaler.scale(loss * (float("inf") if step == 3 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    both.are_alike()
-    assert both.update.state == "compiled"
-
-
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -308,20 +242,6 @@ def test_a_wrong_update_is_found_before_it_is_ever_in_force(fault: Callable[[Any
     assert (both.update.state, bool(both.update.differs), both.update.looked) == ("failed", True, 2)
     assert any(one.share > 1 for one in both.update.checks)
     assert "differs from torch's" in both.program.given_up["optimizer"]
-
-
-@pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_an_update_that_becomes_wrong_is_found_once_somebody_asks(fault: Callable[[Any], None]) -> None:
-    both, compiler = faulty()
-    both.train(4)
-    assert both.update.state == "compiled"
-    compiler.wrong = fault
-    both.update.check_next_step()
-    assert both.update.state == "checking"
-    both.train(4)
-    both.are_alike()
-    assert both.update.state == "failed"
 
 
 @pytest.mark.usefixtures("graphs")

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from strategies import Program, region_check
 from strategies.base import compiler_settings, eager
-from strategies.region import DOUBLE_BACKWARD, MAX_CHECKED, Check, Region, State
+from strategies.region import MAX_CHECKED, Check, Region, State
 from strategies.region_check import Outcome
 from strategies.regions import compile_in_place
 from tests.strategies import backends
@@ -106,19 +106,6 @@ def test_the_first_call_is_checked_and_runs_eager_the_next_step_is_compiled() ->
     assert program.eager_parts == {}
 
 
-def test_outside_of_a_step_the_module_is_plain() -> None:
-    block = Counted()
-    program, x_BD = compiled(block), torch.randn(3, 8)
-    for _ in range(2):
-        with one_step(program):
-            assert vars(block)["_compiled_call_impl"] is region(program)
-            block(x_BD)
-        assert "_compiled_call_impl" not in vars(block)
-    calls = Counted.eager_calls
-    block(x_BD)
-    assert Counted.eager_calls == calls + 1
-
-
 def test_blocks_of_a_kind_are_checked_once_and_share_their_code(graphs: list[GraphModule]) -> None:
     blocks = [Counted() for _ in range(3)]
     program, x_BD = compiled(*blocks, backend=backends.COUNTING), torch.randn(3, 8, requires_grad=True)
@@ -198,26 +185,6 @@ def test_a_proven_kind_is_checked_again_when_asked() -> None:
 # ---- what a check finds ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parity", ["on", "off"])
-@pytest.mark.parametrize("backend", [backends.BROKEN_FORWARD, backends.BROKEN_BACKWARD])
-def test_what_does_not_compile_fails_with_the_reason_and_the_step_has_eagers_result(backend: str, parity: str) -> None:
-    blocks = [Counted() for _ in range(2)]
-    program, x_BD = compiled(*blocks, backend=backend), torch.randn(3, 8)
-    program.checking.mode = parity
-    result, gradients = plain_gradients(blocks[0], x_BD)
-    for _ in range(2):
-        with one_step(program):
-            blocks[0].zero_grad()
-            seen = blocks[0](x_BD)
-            seen.square().sum().backward()
-            assert torch.equal(seen, result)
-            for one, other in zip(blocks[0].parameters(), gradients, strict=True):
-                assert torch.equal(one.grad, other)
-    assert [one.state for one in program.regions] == [State.FAILED] * 2, "all of its kind"
-    assert "compiles no " in program.eager_parts["0"]
-    assert isinstance(next(iter(program.kinds.values())).error, Exception)
-
-
 def test_an_error_of_the_users_own_is_raised_once_as_in_eager() -> None:
     class Raises(Counted):
         def forward(self, x_BD: Tensor) -> Tensor:
@@ -259,20 +226,6 @@ def test_a_difference_that_shows_once_is_forgotten() -> None:
         block(x_BD)
     assert region(program).state is State.COMPILED
     assert program.eager_parts == {}
-
-
-def test_a_fault_that_begins_later_is_found_by_an_audit() -> None:
-    block = Counted()
-    program, x_BD = compiled(block, backend=backends.FAULTY), torch.randn(3, 8)
-    (kind,) = program.kinds.values()
-    for number in range(6):
-        if number == 3:
-            Fault.backward = 1.01
-            kind.request_checks()
-        with one_step(program):
-            block(x_BD).sum().backward()
-    assert region(program).state is State.FAILED
-    assert "gradient" in program.eager_parts["0"]
 
 
 def test_what_uses_up_an_iterator_runs_eager_and_says_so() -> None:
@@ -430,17 +383,6 @@ def test_a_region_called_by_another_one_that_is_no_part_of_it_is_plain_there() -
     assert program.eager_parts == {}
 
 
-def test_weights_that_have_no_shape_yet_get_theirs_first() -> None:
-    block = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
-    program = compiled(block)
-    for _ in range(3):
-        with one_step(program):
-            block(torch.randn(3, 5)).sum().backward()
-    assert block[0].weight.shape == (8, 5)
-    assert region(program).state is State.COMPILED
-    assert program.eager_parts == {}
-
-
 # ---- its backward ----------------------------------------------------------------------------------------------------
 
 
@@ -453,34 +395,6 @@ class Smooth(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         return self.linear(x_BD).tanh().square()
-
-
-def penalty(block: nn.Module, x_BD: Tensor) -> list[Tensor]:
-    """Gradients of a loss with a gradient in it."""
-    block.zero_grad()
-    x_BD = x_BD.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(block(x_BD).sum(), x_BD, create_graph=True)
-    slope.square().sum().backward()
-    return [one.grad.clone() for one in block.parameters() if one.grad is not None]
-
-
-@pytest.mark.parametrize("compiled_steps", [0, 3], ids=["at once", "later"])
-def test_a_gradient_of_a_gradient_is_eagers(compiled_steps: int) -> None:
-    torch.manual_seed(0)
-    block = Smooth()
-    program, x_BD = compiled(block), torch.randn(3, 8)
-    expected = penalty(copy.deepcopy(block), x_BD)
-    for _ in range(compiled_steps):
-        with one_step(program):
-            block(x_BD.clone().requires_grad_()).sum().backward()
-    assert region(program).state is (State.COMPILED if compiled_steps else State.CHECKING)
-    for _ in range(2):
-        with one_step(program):
-            found = penalty(block, x_BD)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
-    assert region(program).state is State.FAILED
-    assert program.eager_parts["0"] == DOUBLE_BACKWARD
 
 
 class Bridged(nn.Module):

@@ -113,13 +113,6 @@ def test_what_is_too_large_to_be_copied_and_written_to_is_named_and_never_advanc
     assert "its forward changes TABLE.large (0 MiB), too large to be copied" in program.eager_parts["0"]
 
 
-def test_within_the_bounds_what_is_written_to_is_copied() -> None:
-    TABLE["large"] = of_torch()
-    program = stepped(Writes())
-    assert float(TABLE["large"][0]) == 1 + 4
-    assert program.regions[0].state is State.COMPILED
-
-
 def test_what_begins_to_be_written_to_later_is_found_when_it_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class WritesLater(Reads):
         def forward(self, x_BD: Tensor) -> Tensor:
@@ -187,15 +180,6 @@ def test_containers_are_read_without_their_own_iterators() -> None:
     held[1]["a"].append(2)
     state.restore()
     assert (list.__len__(held[0]), held[1]["a"]) == (2, [1])
-
-
-def test_an_ordered_dictionary_gets_its_order_back() -> None:
-    held = OrderedDict(a=1, b=2)
-    HISTORY.append(held)
-    state = RegionState(Remembers())
-    held.move_to_end("a")
-    state.restore()
-    assert [*held] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

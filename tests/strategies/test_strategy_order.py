@@ -62,11 +62,6 @@ def test_strategies_are_applied_by_stage_whatever_their_order() -> None:
     assert program.notes == ["zz_early", "also_shared", "shared", "noting"]
 
 
-def test_a_combination_is_named_in_the_order_of_its_stages() -> None:
-    assert label([Noting(), Regional(), Early()]) == "zz_early+regional+noting"
-    assert label([]) == "eager"
-
-
 def test_the_order_in_which_strategies_are_given_never_matters() -> None:
     names = ("regional", "optimizer", "buckets", "cached", "cuda_graph")
     labels = {label(STRATEGIES[name]() for name in order) for order in itertools.permutations(names)}

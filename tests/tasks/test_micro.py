@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from tasks.micro.data import GeneratedBatch, class_patterns, generator, noisy_examples
+from tasks.micro.data import GeneratedBatch
 from tasks.micro.model import TransformerBlock
 from tasks.micro.task import DIMENSIONS, Micro
 from tests.tasks.conftest import counted_flops, opened
@@ -35,17 +35,6 @@ def first_batch(task: Micro) -> GeneratedBatch:
 def seeded(task: Micro) -> nn.Module:
     torch.manual_seed(0)
     return task.build_module(max_steps=60).net
-
-
-@pytest.mark.parametrize("shape", [(7,), (5, 16), (3, 8, 8)], ids=["vectors", "sequences", "images"])
-def test_an_example_depends_on_its_key_alone(shape: tuple[int, ...]) -> None:
-    patterns, keys = class_patterns(shape, classes=4, seed=0), ["0/train/3", "0/val/0"]
-    inputs, classes = noisy_examples(patterns, shape, keys=keys)
-    for number, key in enumerate(keys):
-        draw = generator(key)
-        its_classes = torch.randint(0, 4, shape[:1] if len(shape) == 2 else (), generator=draw)
-        assert torch.equal(classes[number], its_classes)
-        assert torch.equal(inputs[number], torch.randn(shape, generator=draw) + patterns[its_classes])
 
 
 @EVERY_MODEL

@@ -217,11 +217,25 @@ class ChangesOnceInAWhile(Plain):
         return self.temperature
 
 
-@case(None)
-class Freezes(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+def at_step_10(name: str, change: Callable[[Any], Any]) -> None:
+    """A module that is changed between two steps."""
+
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
         if self.global_step == 10:
-            self.net[0].requires_grad_(False)
+            change(self)
+
+    MODULES[name] = type(name, (Plain,), {"on_train_batch_start": on_train_batch_start}), None
+
+
+at_step_10("Freezes", lambda self: self.net[0].requires_grad_(False))
+at_step_10("AddsAHookLater", lambda self: self.net[0].register_forward_hook(lambda module, given, output: output * 2))
+at_step_10("ReplacesALayer", lambda self: operator.setitem(self.net, 1, nn.ReLU()))
+at_step_10("ReplacesAMethod", lambda self: setattr(self, "scale", lambda batch_idx: 3.0))
+at_step_10(
+    "SwapsTheDataOfAWeight",
+    lambda self: setattr(self.net[0].weight, "data", self.net[0].weight.data.clone() * 0.5),
+)
+at_step_10("ResetsTheOptimizer", lambda self: self.trainer.optimizers[0].state.clear())
 
 
 @case(None)
@@ -235,27 +249,6 @@ class SwitchesToEval(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step((self.norm(batch[0]), batch[1]), batch_idx)
-
-
-@case(None)
-class AddsAHookLater(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 10:
-            self.net[0].register_forward_hook(lambda module, given, output: output * 2)
-
-
-@case(None)
-class ReplacesALayer(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 10:
-            self.net[1] = nn.ReLU()
-
-
-@case(None)
-class ReplacesAMethod(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 10:
-            self.scale = lambda batch_idx: 3.0  # type: ignore[method-assign]
 
 
 @case(None)
@@ -286,20 +279,6 @@ class ReplacesATiedWeight(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step((self.tied(batch[0]), batch[1]), batch_idx)
-
-
-@case(None)
-class SwapsTheDataOfAWeight(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 10:
-            self.net[0].weight.data = self.net[0].weight.data.clone() * 0.5
-
-
-@case(None)
-class ResetsTheOptimizer(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 10:
-            self.trainer.optimizers[0].state.clear()
 
 
 # ---- what changes at every step -------------------------------------------------------------------------------------

@@ -18,6 +18,10 @@ REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(enco
 SCALARS = frozenset(re.findall(r"^\| `([a-z_]+/[a-z0-9_]+)` \|", REFERENCE, re.MULTILINE))
 PAGES = frozenset(re.findall(r"^- `((?:run|compile)/\w+)`:", REFERENCE, re.MULTILINE))
 """Documented keys of TensorBoard's scalars and text pages."""
+OF_TEXTS = (
+    *("task.network.layers=2", "task.network.width=16", "task.network.vocabulary_size=512"),
+    *("task.network.max_tokens=64", "task.data.batch_size=2", "task.data.max_documents=96"),
+)
 SMALLEST: dict[str, tuple[str, ...]] = {
     "captioning": (
         "task.size.image_size=32",
@@ -50,26 +54,9 @@ SMALLEST: dict[str, tuple[str, ...]] = {
         "task.data.val_images=2",
         "task.data.num_workers=0",
     ),
-    "language_modelling": (
-        "task.network.layers=2",
-        "task.network.width=16",
-        "task.network.vocabulary_size=512",
-        "task.network.max_tokens=64",
-        "task.data.batch_size=2",
-        "task.data.max_documents=96",
-        "task.data.packing=documents",
-        "task.data.pad_to=64",
-    ),
+    "language_modelling": (*OF_TEXTS, "task.data.packing=documents", "task.data.pad_to=64"),
     "library_model": ("task.tiny=true",),
-    "masked_lm": (
-        "task.network.layers=2",
-        "task.network.width=16",
-        "task.network.vocabulary_size=512",
-        "task.network.max_tokens=64",
-        "task.data.batch_size=2",
-        "task.data.max_documents=96",
-        "task.data.pad_to=64",
-    ),
+    "masked_lm": (*OF_TEXTS, "task.data.pad_to=64"),
     # The ragged one, so that every strategy applies; tests/tasks/test_micro.py holds the others.
     "micro": (
         "task.model=ragged",

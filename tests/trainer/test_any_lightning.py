@@ -160,11 +160,6 @@ def test_a_module_without_children_trains_eager_and_says_so(strategy: type[Strat
     assert compile_.record.eager_parts == {strategy.name: "the module has no child with parameters to compile"}
 
 
-def test_paths_that_name_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="no repeated blocks found in this module"):
-        demo([Compile([Regional(backend="aot_eager", blocks=[], parts=[])], save=False)])
-
-
 def test_another_logger_gets_the_figures_too(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")], warmup_steps=1)], logger=logger)

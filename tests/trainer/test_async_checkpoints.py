@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from tests.trainer.runs import last_checkpoint, train
-from tests.trainer.test_checkpoint_files import Small
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.telemetry.serialization import written_whole
@@ -77,22 +76,6 @@ def test_a_run_leaves_the_checkpoint_of_one_that_waits(tmp_path: Path) -> None:
     assert waits["global_step"] == asynchronous["global_step"] == 4
     torch.testing.assert_close(asynchronous["state_dict"], waits["state_dict"], rtol=0, atol=0)
     torch.testing.assert_close(asynchronous["optimizer_states"], waits["optimizer_states"], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("every", [1, 0], ids=["found at the next save", "found at the end"])
-def test_a_disk_that_is_full_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    @contextlib.contextmanager
-    def small(target: Path, mode: str) -> Iterator[Any]:
-        with written_whole(target, mode) as file:
-            yield Small(file)
-
-    monkeypatch.setattr(checkpoint_io, "written_whole", small)
-    record = train(tmp_path, *ASYNC[:2], f"trainer.checkpoint_every_n_steps={every}", task="micro")
-    file = tmp_path / "checkpoints" / "last.ckpt"
-    assert (record.status, record.exit_code) == ("failed", 1)
-    assert record.reason == f"OSError: [Errno 28] No space left on device: '{file}'"
-    assert record.steps == (2 if every else 4)
-    assert list(file.parent.iterdir()) == []
 
 
 def test_the_end_of_a_trainer_waits_and_hides_no_error(tmp_path: Path) -> None:

@@ -226,15 +226,6 @@ def test_wrong_options_are_named() -> None:
         Auto(planned_steps=0)
 
 
-def test_an_eager_step_that_fails_is_the_users_error(tmp_path: Path) -> None:
-    class Wrong(Blocks):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        fit(Wrong(), tmp_path, [Compile([Auto(remember=False)])])
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
 def test_graphs_that_are_asked_for_beside_it_still_need_a_cuda_device() -> None:
     with pytest.raises(ValueError, match=r"CudaGraph: .* CUDA"):

@@ -76,16 +76,6 @@ def test_a_training_begins_with_one_batch_of_each_shape_and_has_the_same_ones(wa
     assert names[0][half:] == names[1][half:], "later epochs begin as they come"
 
 
-def test_examples_of_one_length_are_not_padded() -> None:
-    data = TextData()
-    data.train_set.texts = [torch.arange(37) for _ in range(12)]
-    data.train_set.lengths = [37] * 12  # type: ignore[attr-defined]
-    module, compile_ = train(data, max_steps=3, strategy=Buckets())
-    assert {width for width, _, _ in module.trained} == {37}
-    assert compile_.record.report["buckets"]["edges"] == [37]
-    assert compile_.record.report["buckets"]["expected_padded_share"] == 0
-
-
 def test_a_batch_has_the_loss_that_it_has_without_padding() -> None:
     data = TextData()
     module, _ = train(data, max_steps=1)
@@ -241,6 +231,7 @@ REFUSED = {
     ),
     "no batches": (DataLoader(TEXTS, batch_size=None), "that make batches, not a DataLoader with batch_size=None"),
     "batches": ([collate([TEXTS[0]])], "takes torch DataLoaders that make batches, not a"),
+    "several": ({"one": DataLoader(TEXTS), "two": DataLoader(TEXTS)}, "one training loader; this training has several"),
     "no field": (DataLoader(Texts(20), batch_size=4), "the batch .* has no 'tokens'"),
 }
 
@@ -256,14 +247,6 @@ def test_what_buckets_would_break_is_refused_by_name(case: str) -> None:
         train(data, max_steps=2)
 
 
-def test_several_training_loaders_are_refused() -> None:
-    data = TextData()
-    one = data.train_dataloader()
-    data.train_dataloader = lambda: {"one": one, "two": one}  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"compile.buckets takes one training loader; this training has several"):
-        train(data)
-
-
 def test_a_loader_that_lightning_reloads_every_epoch_is_grouped_again() -> None:
     once, _ = train(max_steps=-1, max_epochs=2)
     reloaded, compile_ = train(max_steps=-1, max_epochs=2, reload_dataloaders_every_n_epochs=1)
@@ -275,13 +258,6 @@ def test_a_loader_that_a_learning_rate_finder_sets_up_again_is_grouped_again(tmp
     finder = LearningRateFinder(num_training_steps=4, early_stop_threshold=None, update_attr=False)
     module = fit(TextData(), [finder, with_(Buckets())], max_steps=3, default_root_dir=tmp_path)
     assert [names for _, names, _ in module.trained[4:]] == [names for _, names, _ in module.trained[:3]]
-
-
-def test_edges_by_hand_that_are_too_short_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"compile.buckets: \d+ of 80 training examples are longer than the last edge 16"
-    ):
-        train(strategy=Buckets(edges=[8, 16]))
 
 
 def test_the_users_own_loader_stays_as_it_was() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from strategies import Buckets
 from tasks.captioning.task import CaptionerSize, Captioning, Shapes
 from tests.processes import Pair
 from tests.trainer.ragged_modules import RAGGED, TextData, Texts, fit
-from tests.trainer.runs import curve, last_checkpoint, train
-from tests.trainer.test_resume_exactness import send_in_step
+from tests.trainer.runs import last_checkpoint, train
 from trainer.callback import Compile
 
 RAGGED_CAPTIONS = ("task.data.pad_to=null", "task.data.train_images=60", "compile.buckets.count=3")
@@ -70,21 +68,6 @@ def test_a_caption_batch_has_the_loss_and_the_count_that_it_has_without_padding(
     with torch.no_grad():
         plain = module.net(batch.images, batch.tokens[:, :longest])[0]
     assert loss == pytest.approx(float(plain), rel=1e-6)
-
-
-def test_a_run_stopped_within_an_epoch_goes_on_with_the_same_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = (*RAGGED_CAPTIONS, f"trainer.max_steps={STEPS}", "task.warmup_steps=4")
-    whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
-    assert train(whole, *changes, strategy="buckets").status == "finished"
-    with monkeypatch.context() as patch:
-        send_in_step(patch, STOP_AT, signal.SIGINT)
-        assert train(first, *changes, strategy="buckets").steps == STOP_AT
-    resumed = train(second, *changes, f"resume={first}", strategy="buckets")
-    assert (resumed.status, resumed.steps) == ("finished", STEPS)
-    assert {**curve(first), **curve(second)} == curve(whole)
-    assert len(curve(second)) == STEPS - STOP_AT
 
 
 def test_eager_goes_on_from_a_checkpoint_of_buckets_within_the_same_epoch(tmp_path: Path) -> None:

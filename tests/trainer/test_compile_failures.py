@@ -50,17 +50,6 @@ def test_a_compiler_that_is_switched_off_in_torchs_configuration_leaves_eager(
     assert RunRecord.load(tmp_path) == record
 
 
-def test_on_compile_error_fail_ends_a_run_of_which_nothing_is_compiled(tmp_path: Path) -> None:
-    with torch._dynamo.config.patch(disable=True):
-        record = train(tmp_path, "on_compile_error=fail", "trainer.max_steps=20", strategy="whole", task="micro")
-    assert (record.status, record.exit_code, record.regions_compiled) == ("failed", 1, 0)
-    assert record.reason is not None
-    assert record.reason.startswith("Compile")
-    assert "on_compile_error=fail" in record.reason
-    assert record.steps is not None
-    assert record.steps <= 10, "not after the last"
-
-
 def test_code_compiled_earlier_in_the_process_does_not_pass_for_compiled(tmp_path: Path) -> None:
     fit(Blocks(), tmp_path, [Compile([Regional(backend="aot_eager")])])
     compile_ = Compile([Regional(backend="aot_eager")])
@@ -200,46 +189,10 @@ def test_a_graph_break_under_fullgraph_is_one_line_with_its_place(parity: str, t
     assert "\n" not in line
 
 
-def test_compiled_code_that_fails_as_it_runs_is_found_by_its_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails() -> None:
-        raise RuntimeError("view size is not compatible")
-
-    monkeypatch.setattr(backends.Fault, "before", fails)
-    compile_ = Compile([Regional(backend=backends.FAULTY)])
-    with pytest.warns(UserWarning, match="view size"):
-        assert fit(Blocks(), tmp_path, [compile_]) == fit(Blocks(), tmp_path, [])
-    assert compile_.record.ended_in_eager
-
-
 def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> None:
     before = torch._dynamo.config.recompile_limit
     train(tmp_path, strategy="regional", backend=backends.BROKEN_FORWARD, task="micro")
     assert torch._dynamo.config.recompile_limit == before
-
-
-def test_options_are_refused_before_anything_is_built(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"compile\.regional\.parts: 'net\.tale'"):
-        train(tmp_path, "compile.regional.parts=[net.tale]", strategy="regional")
-    with pytest.raises(ValueError, match=r"^Whole\(backend='nonsense'\) is not one of"):
-        Compile([Whole(backend="nonsense")])
-    assert not (tmp_path / "record.json").exists()
-
-
-def test_an_error_in_the_step_keeps_what_was_measured(tmp_path: Path) -> None:
-    class Breaks(Blocks):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if self.global_step == 3:
-                raise RuntimeError("the third step breaks")
-            return super().training_step(batch, batch_idx)
-
-    compile_ = Compile(warmup_steps=1)
-    with pytest.raises(RuntimeError, match="third step"):
-        fit(Breaks(), tmp_path, [compile_])
-    assert compile_.record.steps == 3
-    assert compile_.record.first_step_seconds is not None
-    assert compile_.record.final_loss is not None
 
 
 def test_an_error_of_thousands_of_words_is_cut() -> None:

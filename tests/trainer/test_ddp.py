@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.processes import Pair
-from tests.trainer.lightning_modules import Blocks
+from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from tests.trainer.runs import curve, overrides, train
 from trainer.build import build_trainer
 from trainer.callback import Compile
@@ -102,16 +102,8 @@ def trained_weights(ranks: int) -> list[tuple[bool, list[Tensor]]]:
     for kind, callbacks in ((Heavy, []), (Blocks, []), (Blocks, [Thaw()])):
         torch.manual_seed(0)
         module, strategy = kind(), DDP() if ranks > 1 else "auto"
-        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=ranks,
-            strategy=strategy,
-            max_epochs=1,
-            callbacks=callbacks,
-            use_distributed_sampler=False,
-            **options,
-        )
+        options: dict[str, Any] = {"devices": ranks, "strategy": strategy, "use_distributed_sampler": False}
+        trainer = quiet_trainer(max_epochs=1, callbacks=callbacks, **options)
         trainer.fit(module, DataLoader(data, batch_size=8 // ranks))
         views = isinstance(strategy, DDP) and strategy._ddp_kwargs["gradient_as_bucket_view"]
         found.append((views, [one.detach() for one in module.parameters()]))
@@ -139,16 +131,9 @@ def told_to_stop(folder: str, strategy: str, record: RunRecord | None) -> tuple[
             if trainer.global_step == 3 and trainer.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=DDP() if strategy == "ours" else strategy,
-        max_steps=9,
-        callbacks=[Told(), Compile(record=record, verbose=False)],
-        default_root_dir=folder,
-        **options,
-    )
+    callbacks = [Told(), Compile(record=record, verbose=False)]
+    options: dict[str, Any] = {"devices": 2, "strategy": DDP() if strategy == "ours" else strategy}
+    trainer = quiet_trainer(max_steps=9, callbacks=callbacks, default_root_dir=folder, **options)
     batches = DataLoader(TensorDataset(torch.randn(80, 8), torch.randn(80, 1)), batch_size=4)
     try:
         trainer.fit(Blocks(), batches)

@@ -15,7 +15,7 @@ from strategies import Regional, Whole
 from tests.strategies import backends
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
-from trainer.callback import Compile, CompileFailed
+from trainer.callback import Compile
 
 
 class Odd(nn.Module):
@@ -27,14 +27,6 @@ class Odd(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         return self.linear(x_BD).tanh()
-
-
-class Picks(Odd):
-    """Branches on a size that the data decide, as mixtures of experts do."""
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        rows = (x_BD[:, 0] > 0).nonzero()[:, 0]
-        return x_BD.index_add(0, rows, self.linear(x_BD[rows])) if len(rows) else x_BD
 
 
 class WithPart(Blocks):
@@ -89,45 +81,6 @@ def test_the_part_at_fault_goes_on_eager_and_the_others_compiled(
     assert complaint in fallback.reason
     assert any(complaint in note for note in record.notes)
     assert record.report["rollback"]["rolled_back"][0]["parts"] == ["odd"]
-
-
-@pytest.mark.parametrize("backend", [backends.BROKEN_FORWARD, backends.BROKEN_BACKWARD])
-def test_a_run_of_which_nothing_compiles_is_eager_and_says_so(backend: str, tmp_path: Path) -> None:
-    eager = fit(Blocks(), tmp_path, [])
-    compile_ = Compile([Regional(backend=backend)])
-    with pytest.warns(UserWarning, match=r"layers\.0, layers\.1, layers\.2 run eager from step 2 on: "):
-        losses = fit(Blocks(), tmp_path, [compile_])
-    assert losses == eager
-    assert (compile_.record.regions, compile_.record.ended_in_eager) == (3, True)
-    assert compile_.record.report["parity"]["verdict"] == "not compared"
-
-
-@pytest.mark.parametrize(("part", "complaint"), [(Odd, "no tanh here"), (Picks, "data-dependent expression")])
-def test_on_compile_error_fail_ends_the_run(part: type[Odd], complaint: str, tmp_path: Path) -> None:
-    strategy = Regional(backend="tests_no_tanh", parts=["odd"])
-    compile_, module = Compile([strategy], on_compile_error="fail"), WithPart()
-    module.odd = part()
-    with pytest.raises(
-        CompileFailed, match=rf"^on_compile_error=\"fail\": {part.__name__}: odd .*{complaint}"
-    ) as raised:
-        fit(module, tmp_path, [compile_])
-    assert compile_.record.steps == 1, "that one had eager's result"
-    assert raised.value.__cause__ is not None
-    assert 'on_compile_error="fail"' in (compile_.record.reason or "")
-
-
-class Breaks(Blocks):
-    """The user's own mistake."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise LookupError("the user's own")
-
-
-def test_an_error_that_eager_has_too_is_the_users(tmp_path: Path) -> None:
-    compile_ = Compile([Regional(backend="aot_eager")])
-    with pytest.raises(LookupError, match="the user's own"):
-        fit(Breaks(), tmp_path, [compile_])
-    assert "rollback" not in compile_.record.report
 
 
 class Growing(Blocks):

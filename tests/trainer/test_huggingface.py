@@ -301,18 +301,6 @@ def numbers() -> list[dict[str, Tensor]]:
     ]
 
 
-def test_a_wrong_compile_trains_in_eager(tmp_path: Path) -> None:
-    model = WrongInTraining()
-    model.wrong = True
-    trainer = build(tmp_path, model, numbers())
-    compiled = compile_trainer(trainer, [Whole(**EAGER)])
-    with pytest.warns(UserWarning, match="not eager's"):
-        trainer.train()
-    assert compiled.record.status == "finished"
-    assert compiled.record.ended_in_eager
-    assert trainer.state.global_step == 6
-
-
 def test_a_wrong_compile_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
     model = WrongInTraining()
     model.wrong = True

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import Optimizer, Regional
+from strategies import Optimizer
 from strategies.optimizer.functional import Chunk
 from strategies.optimizer.step import installed
 from tests.strategies import backends
@@ -52,35 +52,6 @@ def test_losses_are_eagers_without_a_recompile(options: dict[str, Any], tmp_path
     assert compile_.record.graphs == 2, "one for the blocks, one for stem and head"
     assert compile_.record.report["optimizer"]["form"] == "functional"
     assert compile_.record.report["optimizer"]["tensors"] == 16
-
-
-def test_it_goes_with_compiled_blocks(tmp_path: Path) -> None:
-    eager = fit(Scheduled(), tmp_path, [])
-    compile_ = compiled(Regional(backend="eager"), parity="strict")
-    assert fit(Scheduled(), tmp_path, [compile_]) == pytest.approx(eager, rel=1e-5)
-    assert compile_.record.label == "regional+optimizer"
-    assert compile_.record.report["optimizer"]["form"] == "functional"
-    assert compile_.record.recompiles == 0
-    assert compile_.record.graphs == 3
-    assert compile_.record.regions_compiled == 3
-
-
-def test_gradients_read_after_the_step_are_the_clipped_ones(tmp_path: Path) -> None:
-    class Reads(Scheduled):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms: list[float] = []
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.norms.append(float(nn.utils.get_total_norm([one.grad for one in self.parameters()])))  # type: ignore[misc]
-
-    norms = []
-    for callbacks in ([], [compiled()]):
-        module = Reads()
-        fit(module, tmp_path, callbacks, gradient_clip_val=0.05)
-        norms.append(module.norms)
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
-    assert max(norms[1]) <= 0.0501
 
 
 class ClipsItself(Scheduled):
@@ -127,15 +98,6 @@ def fit_from(checkpoint: Path, callbacks: list[Any], folder: Path) -> list[float
         return fit(Scheduled(), folder, callbacks)
 
 
-def test_checkpoints_hold_what_eagers_hold(tmp_path: Path) -> None:
-    states = []
-    for name, callbacks in (("eager", []), ("compiled", [compiled()])):
-        fit(Scheduled(), tmp_path / name, callbacks, enable_checkpointing=True)
-        (checkpoint,) = (tmp_path / name).rglob("*.ckpt")
-        states.append(torch.load(checkpoint, weights_only=True)["optimizer_states"])
-    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-7)
-
-
 def test_after_training_the_optimizer_is_itself(tmp_path: Path) -> None:
     class Seen(Scheduled):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -148,32 +110,6 @@ def test_after_training_the_optimizer_is_itself(tmp_path: Path) -> None:
     assert module.installed is not None
     assert installed(optimizer) is None
     assert optimizer.step.__wrapped__ is torch.optim.AdamW.step, "the scheduler's wrapper of torch's own"
-
-
-def test_several_optimizers_under_manual_optimization(tmp_path: Path) -> None:
-    class Manual(Blocks):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.AdamW(self.layers.parameters(), lr=1e-2), torch.optim.SGD(self.head.parameters(), 0.1)]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            optimizers: Any = self.optimizers()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            self.manual_backward(loss)
-            for optimizer in optimizers:
-                optimizer.step()
-            return {"loss": loss.detach()}
-
-    eager = fit(Manual(), tmp_path, [])
-    compile_ = compiled()
-    assert fit(Manual(), tmp_path, [compile_]) == pytest.approx(eager, rel=1e-5)
-    assert compile_.record.report["optimizer"]["form"] == "functional, functional"
-    assert compile_.record.report["optimizer"]["tensors"] == 14
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -222,14 +158,6 @@ def test_an_update_that_becomes_wrong_goes_eager_and_the_run_finishes(
     assert record.audits.reason is not None
     assert "since step 2" in record.audits.reason
     assert record.report["optimizer"]["form"] == "eager"
-
-
-def test_an_update_that_is_never_right_trains_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    eager = fit(Scheduled(), tmp_path, [])
-    compile_ = compiled()
-    assert fit(Scheduled(), tmp_path, [WrongFrom(1, monkeypatch), compile_]) == eager
-    assert compile_.record.report["parity"]["verdict"] == "failed"
-    assert list(compile_.record.eager_parts) == ["optimizer"]
 
 
 @pytest.mark.parametrize("step", [1, 3])

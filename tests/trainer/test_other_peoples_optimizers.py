@@ -29,31 +29,27 @@ class Counts(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state.update(step=0, mean=torch.zeros_like(parameter))
-                state["step"] += 1
-                state["mean"].lerp_(parameter.grad, 0.1)
-                size = group["lr"] / (1 - 0.9 ** state["step"]) / group["steps"] ** 0.1
-                parameter.sub_(state["mean"], alpha=size)
+            self.update(group)
         return loss
+
+    def update(self, group: dict[str, Any]) -> None:
+        group["steps"] = group.get("steps", 0) + 1
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            if not state:
+                state.update(step=0, mean=torch.zeros_like(parameter))
+            state["step"] += 1
+            state["mean"].lerp_(parameter.grad, 0.1)
+            size = group["lr"] / (1 - 0.9 ** state["step"]) / group["steps"] ** 0.1
+            parameter.sub_(state["mean"], alpha=size)
 
 
 class CountsInState(Counts):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["step"] = state.get("step", 0) + 1
-                parameter.sub_(parameter.grad, alpha=group["lr"] / state["step"])
-        return loss
+    def update(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            parameter.sub_(parameter.grad, alpha=group["lr"] / state["step"])
 
 
 class Around(torch.optim.Optimizer):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from tests.strategies import backends
 from tests.trainer.recording import Recorded
 from trainer.guards import ParityError
 from trainer.loops.own_loop import PlainTraining, compile
+from trainer.loops.plain import PlainLoop
 from trainer.telemetry.record import RunRecord
 
 EAGER: dict[str, Any] = {"backend": "eager"}
@@ -168,29 +170,46 @@ def test_steps_that_are_ours_train_as_a_loop_of_ones_own(plain: OneLoop, strateg
     assert training.record.data_wait_share is None, "nobody knows how long the loop waited"
 
 
-def captured(batches: int = 12, **options: Any) -> tuple[list[float], RunRecord]:
-    """Losses of steps under a CUDA graph for the CPU, and the record."""
+def captured(strategies: list[Strategy], micro_batches: int) -> tuple[list[float], RunRecord]:
+    """Losses of twelve steps, of three times the size from the tenth on; and the record."""
     model, losses, scale = Net(), [], 1.0
 
     def scaled(model: nn.Module, batch: Any) -> Tensor:
         return scale * loss_function(model, batch)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    with begin(None, model, optimizer, loss=scaled, **options) as training:
-        for index, batch in enumerate(training.batches(loader(batches))):
-            scale = 1.0 if index < 10 else 3.0
+    with begin(None, model, optimizer, strategies, loss=scaled, micro_batches=micro_batches) as training:
+        for index, batch in enumerate(training.batches(loader(12 * micro_batches))):
+            scale = 1.0 if index < 10 * micro_batches else 3.0
             loss = training.step(batch)
             assert loss is not None
             losses.append(loss.item())
     return losses, training.record
 
 
-def test_whole_steps_are_captured_and_what_the_loss_reads_is_compared() -> None:
-    expected, _ = captured(strategies=[])
-    losses, record = captured(strategies=[Recorded()])
-    assert losses == pytest.approx(expected, rel=1e-5), "with the last two of three times the size"
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_whole_steps_are_captured_and_what_the_loss_reads_is_compared(micro_batches: int) -> None:
+    expected, _ = captured([], micro_batches)
+    losses, record = captured([Recorded()], micro_batches)
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert record.report["recorded"]["replayed_steps"] > 0
+    assert record.eager_parts == {}
     assert record.data_wait_share is not None
+
+
+def test_a_loop_stays_taken_over_where_nobody_keeps_what_gives_it_back() -> None:
+    model, taken = Net(), []
+    loop = PlainLoop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), max_steps=3, loss=partial(loss_function, model)
+    )
+
+    def run(micro: Any) -> dict[str, Any]:
+        taken.append(micro.index)
+        return micro.run(micro.batch)
+
+    loop.wrap_step(run)
+    assert len(list(loop.fit(loader(3)))) == 3
+    assert taken == [0, 1, 2]
 
 
 def test_a_scaler_scales_and_unscales_as_in_a_loop_of_ones_own() -> None:
@@ -468,27 +487,6 @@ def test_a_script_that_ends_without_close_has_a_record_of_why(tmp_path: Path) ->
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_not_eagers_trains_in_eager_with_a_line() -> None:
-    model, expected = Net(), Net()
-    optimizer = adam(model)
-    try:
-        backends.Fault.forward = 1.01
-        with (
-            pytest.warns(UserWarning, match="not eager's"),
-            begin(None, model, optimizer, [Regional(backend=backends.FAULTY)]) as training,
-        ):
-            assert len([*steps(training, model, optimizer)]) == 6
-    finally:
-        backends.Fault.clear()
-    theirs = adam(expected)
-    for batch in loader():
-        theirs.zero_grad()
-        loss_function(expected, batch).backward()
-        theirs.step()
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    assert training.record.ended_in_eager
 
 
 def test_a_difference_ends_the_loop_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from scripts import compare
 from strategies import Checkpointing, Regional
 from tests.strategies import backends
 from tests.strategies.modules import Block
@@ -90,19 +89,6 @@ def test_a_command_that_has_started_the_script_says_where_the_records_go(
         fit(Blocks(), tmp_path / "own", [regional(save=False)], max_steps=2)
     assert [run.directory.name for run in find([tmp_path / "records"])] == ["records", "run-2"]
     assert list((tmp_path / "own").rglob("record.json")) == []
-
-
-def test_two_scripts_compare_like_two_runs_of_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, compile_ in (("eager", Compile(warmup_steps=1)), ("regional", regional())):
-        trainer(tmp_path, compile_, logger=CSVLogger(tmp_path, name=name), max_steps=8).fit(Blocks(), data())
-    capsys.readouterr()
-    assert compare.main([str(tmp_path / "eager"), str(tmp_path / "regional")]) == 0
-    table = capsys.readouterr().out
-    assert table.count("Blocks") == 1, "one workload"
-    assert "eager" in table
-    assert "regional" in table
 
 
 def test_each_fit_has_a_record_of_its_own(tmp_path: Path) -> None:
@@ -280,22 +266,6 @@ def test_modules_that_build_change_or_iterate_by_themselves_train_compiled(
     assert any("layers.2: no longer in the module" in str(one.message) for one in recwarn) is (kind is Drops)
     assert [str(one.message)[:20] for one in recwarn].count("layers.3: was added ") == (kind is Adds)
     assert list(compile_.record.eager_parts) == ["layers.3"] * (kind is Adds)
-
-
-class Summarised(Blocks):
-    example_input_array = torch.ones(2, 8)
-
-    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
-        return nn.Sequential(self.stem, *self.layers, self.head)(x_BD)
-
-
-def test_before_and_after_its_steps_a_module_can_do_what_eager_can(tmp_path: Path) -> None:
-    compile_, module = regional(), Summarised()
-    trainer(tmp_path, compile_, enable_model_summary=True, log_every_n_steps=0).fit(module, data())
-    assert compile_.record.regions_compiled == 3
-    x_BD = torch.ones(1, 8, requires_grad=True)
-    (slope_BD,) = torch.autograd.grad(module(x_BD).square().sum(), x_BD, create_graph=True)
-    torch.autograd.grad(slope_BD.sum(), x_BD)
 
 
 def test_blocks_that_are_replaced_between_two_fits_are_compiled(tmp_path: Path) -> None:

@@ -204,14 +204,10 @@ def test_a_run_that_is_too_short_for_a_window_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_without_checks_eager_is_not_timed_unless_it_has_a_use(slow: str, tmp_path: Path) -> None:
-    compile_ = Compile([Regional(backend=slow)], warmup_steps=1, parity="off")
-    fit(Timed(), tmp_path, [compile_], max_steps=200)
-    assert "slowdown" not in compile_.record.report
-
-
-def test_eager_alone_is_not_timed_twice(tmp_path: Path) -> None:
-    compile_ = Compile(warmup_steps=1)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_eager_is_not_timed_without_checks_or_beside_itself(compiled: bool, slow: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"parity": "off"} if compiled else {}
+    compile_ = Compile([Regional(backend=slow)] if compiled else [], warmup_steps=1, **options)
     fit(Timed(), tmp_path, [compile_], max_steps=200)
     assert "slowdown" not in compile_.record.report
 
