@@ -31,6 +31,8 @@ HOST_SHARE = 0.25
 """Of the host's."""
 NOISY = 1 / 16
 """Difference of two runs of one step in an element of the mean gradient, relative, from which on it is all rounding."""
+BY_MEAN = 2.0
+"""Times the relative difference of an element of the mean gradient that its step may differ."""
 FURTHER_REPLAYS = 6
 """Where replays differ from each other, before a difference from the step counts: two may be close by chance."""
 COPIES = 4
@@ -261,8 +263,8 @@ class StepRecorder:
     ) -> list[Difference]:
         # Replays that agree to the last bit round alike. In the step they may have rounded otherwise, once each.
         alike = exact is None and self._unit > SINGLE
-        seen = {**seen, **_without_noise(expected, seen)}
-        exact = None if exact is None else {**exact, **_without_noise(expected, exact)}
+        seen = {**seen, **_without_noise(expected, seen, starts)}
+        exact = None if exact is None else {**exact, **_without_noise(expected, exact, starts)}
         found: list[Difference] = []
         for kind in dict.fromkeys(kind for kind, _ in keys):
             names = [key for key in keys if key[0] == kind]
@@ -279,24 +281,33 @@ class StepRecorder:
 
 
 def _without_noise(
-    expected: Mapping[tuple[str, str], Tensor], seen: Mapping[tuple[str, str], Tensor]
+    expected: Mapping[tuple[str, str], Tensor],
+    seen: Mapping[tuple[str, str], Tensor],
+    starts: Mapping[tuple[str, str], Tensor],
 ) -> dict[tuple[str, str], Tensor]:
-    """Weights of ``seen`` that Adam and its like have moved, with what was ``expected`` in the elements whose gradient
-    is all rounding (the bias of an attention's keys): divided by its own size, it moves them as far as any other does.
-    Their mean gradient itself is compared as it is."""
+    """Weights of ``seen`` that Adam and its like have moved, with what was ``expected`` in elements whose difference
+    their mean gradient explains. It divides a gradient by its own size, so that one which is all rounding (of the bias
+    of an attention's keys) moves a weight as far as any other does, and by as much more or less, relative, as it
+    differs itself. That mean gradient is compared as it is."""
     found: dict[tuple[str, str], Tensor] = {}
     for kind, name in expected:
         mean = "optimizer", f"{name}.exp_avg"
-        if kind != "weight" or (kind, name) not in seen or mean not in expected or mean not in seen:
+        if (
+            kind != "weight"
+            or mean not in expected
+            or mean not in seen
+            or any((kind, name) not in each for each in (seen, starts))
+        ):
             continue
-        weight, one = local_shard(expected[kind, name]).detach(), local_shard(expected[mean]).detach()
-        other, moved = (
-            local_shard(seen[mean]).detach().to(one.device),
-            local_shard(seen[kind, name]).detach().to(weight.device),
+        weight = local_shard(expected[kind, name]).detach()
+        one, other, moved, start = (
+            local_shard(tensor).detach().to(weight.device)
+            for tensor in (expected[mean], seen[mean], seen[kind, name], starts[kind, name])
         )
-        if one.shape == other.shape == moved.shape:
-            noisy = ((one - other).abs() > one.abs() * NOISY).to(weight.device)
-            found[kind, name] = torch.where(noisy, weight, moved)
+        if one.shape == other.shape == moved.shape == start.shape:
+            away = (one - other).abs()
+            explained = (weight - moved).abs() * one.abs() <= BY_MEAN * away * (weight - start).abs()
+            found[kind, name] = torch.where(explained | (away > one.abs() * NOISY), weight, moved)
     return found
 
 

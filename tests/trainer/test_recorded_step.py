@@ -137,6 +137,11 @@ def test_what_an_optimizer_made_of_rounding_is_no_difference() -> None:
 
     assert share(left(-torch.ones(1000), flipped)) < 1
     assert share(left(torch.ones(1000), flipped)) > 1, "the same gradients have to move it alike"
+    further = step.clone()
+    further[:1000] *= 1.08
+    assert share(left(torch.full((1000,), 1.05), further)) < 1, "a mean that is 5% larger moves it some 5% further"
+    further[:1000] *= 1.3
+    assert share(left(torch.full((1000,), 1.05), further)) > 1, "and no more than that"
     wrong = step.clone()
     wrong[2000:] *= 0.5
     assert share(left(-torch.ones(1000), wrong)) > 1
