@@ -13,7 +13,7 @@ from trainer.callback import Compile
 
 pytestmark = pytest.mark.gpu
 TWICE_DERIVED = {"TakesAGradientByItsBatch"}
-"""One step is replayed before it turns out that no graph can be derived twice: its gradients add up in another order."""
+"""One step is replayed before it is known that no graph can be derived twice: its gradients add up in another order."""
 OF_THE_REGION = {"AddsAHookLater", "ReplacesALayer", "AttributeOfASubmodule"}
 """What changes lies within the compiled region, which is compiled anew outside of a graph first."""
 
