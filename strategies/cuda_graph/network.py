@@ -34,6 +34,7 @@ from strategies.cuda_graph.step_graphs import (
     MAX_GRAPHS,
     MAX_VARIANTS,
     MIN_REPLAYS,
+    not_strided,
     why_not_captured,
 )
 from strategies.method_regions import submodules
@@ -250,10 +251,9 @@ class Network(StandIn):
             if not isinstance(one, EQUAL):
                 raise CannotCapture(f"it is called with {type(one).__name__}, which cannot be compared before a replay")
         for one in tensors:
-            if one.is_nested:
-                raise CannotCapture("it is called with a nested tensor")
-            if type(one) not in (Tensor, nn.Parameter) or one.layout is not torch.strided:
-                raise CannotCapture(f"it is called with {type(one).__name__} of layout {one.layout}")
+            what = not_strided(one) if type(one) in (Tensor, nn.Parameter) else type(one).__name__
+            if what is not None:
+                raise CannotCapture(f"it is called with {what}")
             if torch._debug_has_internal_overlap(one) == 1:
                 raise CannotCapture("it is called with an expanded tensor, which nothing can be copied into")
             if one.device != self.of.device:

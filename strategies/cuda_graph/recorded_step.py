@@ -290,24 +290,20 @@ def _without_noise(
     of an attention's keys) moves a weight as far as any other does, and by as much more or less, relative, as it
     differs itself. That mean gradient is compared as it is."""
     found: dict[tuple[str, str], Tensor] = {}
-    for kind, name in expected:
+    for key in expected:
+        kind, name = key
         mean = "optimizer", f"{name}.exp_avg"
-        if (
-            kind != "weight"
-            or mean not in expected
-            or mean not in seen
-            or any((kind, name) not in each for each in (seen, starts))
-        ):
+        if kind != "weight" or not (mean in expected and mean in seen and key in seen and key in starts):
             continue
-        weight = local_shard(expected[kind, name]).detach()
+        weight = local_shard(expected[key]).detach()
         one, other, moved, start = (
             local_shard(tensor).detach().to(weight.device)
-            for tensor in (expected[mean], seen[mean], seen[kind, name], starts[kind, name])
+            for tensor in (expected[mean], seen[mean], seen[key], starts[key])
         )
         if one.shape == other.shape == moved.shape == start.shape:
             away = (one - other).abs()
             explained = (weight - moved).abs() * one.abs() <= BY_MEAN * away * (weight - start).abs()
-            found[kind, name] = torch.where(explained | (away > one.abs() * NOISY), weight, moved)
+            found[key] = torch.where(explained | (away > one.abs() * NOISY), weight, moved)
     return found
 
 

@@ -795,6 +795,13 @@ def _share(difference: Difference) -> float:
     return difference.share
 
 
+def not_strided(tensor: Tensor) -> str | None:
+    """What ``tensor`` is, in words, where no static tensor can be made for it; None for an ordinary one."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    return None if tensor.layout is torch.strided else f"a tensor of layout {tensor.layout}"
+
+
 def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The batch's tensors, and what else it holds that a graph depends on. Raises CannotCapture."""
     if isinstance(batch, tuple) and hasattr(batch, "host_only"):
@@ -804,10 +811,8 @@ def _sorted_leaves(batch: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
     if not tensors:
         raise CannotCapture(f"{type(batch).__name__} holds no tensor that could be found")
     for one in tensors:
-        if one.is_nested:
-            raise CannotCapture("it holds a nested tensor")
-        if one.layout is not torch.strided:
-            raise CannotCapture(f"it holds a tensor of layout {one.layout}")
+        if (what := not_strided(one)) is not None:
+            raise CannotCapture(f"it holds {what}")
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise CannotCapture(f"its tensors lie on {', '.join(sorted(map(str, devices)))}")
