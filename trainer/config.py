@@ -371,6 +371,14 @@ def config_dir(arguments: Sequence[str]) -> str | None:
     return get_args_parser().parse_known_args(list(arguments))[0].config_dir
 
 
+def source_flags(arguments: Sequence[str]) -> list[str]:
+    """Hydra's flags that say where configuration comes from, as absolute paths."""
+    given = get_args_parser().parse_known_args(list(arguments))[0]
+    folder = None if given.config_dir is None else os.path.abspath(given.config_dir)
+    found = {"--config-dir": folder, "--config-path": given.config_path, "--config-name": given.config_name}
+    return [word for flag, value in found.items() if value is not None for word in (flag, value)]
+
+
 def _checked_name(kind: type, base: type, taken: set[str]) -> str:
     """The name of a plug-in's class. Raises ValueError for a class that cannot be one."""
     function = f"register_{base.__name__.lower()}"
