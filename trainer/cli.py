@@ -18,13 +18,14 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 import hydra._internal.utils
 from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -78,7 +79,7 @@ def main() -> None:
         signal_at_end_of_parent(signal.SIGTERM)
     try:
         if "COMP_LINE" not in os.environ:
-            config_errors.refuse_flags(sys.argv[1:])
+            _refuse_flags(sys.argv[1:])
         sys.argv[1:] = plan.expanded(sys.argv[1:])
     except ValueError as error:
         config_errors.report(error)
@@ -116,6 +117,20 @@ def main() -> None:
             config_errors.report(error, run_dirs.OwnFolder.place)
             sys.exit(REFUSED)
     sys.exit(max(exit_codes, default=0))
+
+
+def _refuse_flags(arguments: Sequence[str]) -> None:
+    """Raise ValueError where ``arguments`` hold a flag that Hydra does not have, as in ``--task captioning``."""
+    unknown = next((word for word in get_args_parser().parse_known_args(list(arguments))[1] if word[:1] == "-"), None)
+    if unknown is None:
+        return
+    flag, equals, value = unknown.partition("=")
+    if not (named := re.fullmatch(r"--([A-Za-z][\w./@-]*)", flag)):
+        raise ValueError(f"{unknown} is not a flag, see --help; options are written NAME=VALUE")
+    following = [*arguments][[*arguments].index(unknown) + 1 :][:1]
+    if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
+        unknown, value = f"{unknown} {following[0]}", following[0]
+    raise ValueError(f"{unknown}: options are written {named[1].replace('-', '_')}={value or 'VALUE'}")
 
 
 @contextlib.contextmanager
@@ -239,10 +254,9 @@ def _columns(name: str, width: int, meaning: str) -> str:
 
 def train(cfg: DictConfig) -> int:
     """Train what ``cfg`` describes; returns the exit code. Raises ValueError for a bad configuration."""
-    from trainer.availability import require_present
     from trainer.config import source_flags, to_config
     from trainer.process import start_early, uninterrupted_import
-    from trainer.settings import Peer
+    from trainer.settings import Peer, require_present
     from trainer.sweep.environment import SWEEP_VARIABLE, detect_launch
     from trainer.sweep.run_dirs import OwnFolder, is_first_process, taken
 
