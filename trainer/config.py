@@ -128,8 +128,8 @@ def _schema_node(schema: type) -> Any:
     return node
 
 
-class _WhenComposed:
-    """What Hydra's store holds of a schema: it copies what it hands out, and only that copy is made of the class. So
+class _WhenLoaded:
+    """Stands for a node that ``make`` makes, once Hydra loads it: it hands out copies of what its store holds. So
     nothing runs of the tasks and strategies that a command does not choose."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -139,13 +139,20 @@ class _WhenComposed:
         return self._make()
 
 
+class _Option(ConfigNode):
+    """An entry of Hydra's store. To compose, Hydra copies the whole of it, which loads nothing yet."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Option:
+        return self
+
+
 def _store(group: str, name: str, make: Callable[[], Any], package: str | None) -> None:
     """As ``ConfigStore.store``, which would make the node at once. Tried: hydra 1.3."""
     options = ConfigStore.instance().repo
     for part in group.split("/"):
         options = options.setdefault(part, {})
-    node: Any = _WhenComposed(make)
-    options[f"{name}.yaml"] = ConfigNode(name=f"{name}.yaml", node=node, group=group, package=package, provider=None)
+    node: Any = _WhenLoaded(make)
+    options[f"{name}.yaml"] = _Option(name=f"{name}.yaml", node=node, group=group, package=package, provider=None)
 
 
 def known_options(group: str) -> list[str]:
