@@ -24,8 +24,8 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
     ``looks`` says who looks at what, for the message. Raises ValueError.
     """
     from strategies import Whole
-    from trainer.availability import require_present
     from trainer.config import compose
+    from trainer.settings import require_present
 
     config = compose(overrides, config_dir=config_dir)
     if config.run.name != "train":

@@ -344,8 +344,8 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
     import torch._dynamo.config as config
     import torch._functorch.config as autograd_config
 
-    from strategies.remedies import allowed_for_now
     from strategies.torch_patches import (
+        allowed_for_now,
         embeddings_as_in_eager,
         faults_avoided,
         graphs_may_be_left_out,

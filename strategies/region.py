@@ -33,8 +33,9 @@ from torch.utils import _pytree as pytree
 from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
 from strategies.region_check import Outcome, check_call, overlapping, weights_held, written_to
 from strategies.region_state import Changed, Large, RegionState
-from strategies.remedies import Remedy, allow, functions_behind, known
+from strategies.remedies import Remedy, functions_behind, known
 from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
+from strategies.torch_patches import allow
 
 MAX_CHECKED = 8
 """Signatures of one kind of region that are checked at their first call; further ones by audits."""

@@ -32,9 +32,8 @@ from torch.utils import _pytree as pytree
 from strategies.compile_errors import is_compile_error, is_out_of_memory
 from strategies.inductor_random import InductorDraws
 from strategies.region_state import Changed, Large, RegionState, drew_random_numbers, random_state
-from strategies.side_effects import refused_elsewhere
 from strategies.tolerance import CONSTANTS, SINGLE, UNCALIBRATED, Difference, Tensors, compare, exceeding
-from strategies.torch_patches import without_inductors_graphs
+from strategies.torch_patches import refused_elsewhere, without_inductors_graphs
 
 SEED = 2**31 - 1
 """Of output gradients and perturbations; seeds of several runs count from here."""

@@ -8,9 +8,7 @@ Importing this must stay cheap (no torch): the doctor names the faults before an
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -99,32 +97,3 @@ def functions_behind(result: Any, inputs: Any) -> set[type[torch.autograd.Functi
             found.add(function)
         nodes += [one for one, _ in node.next_functions]
     return found
-
-
-_allowed: set[int] = set()
-"""Classes that were allowed here, by identity."""
-
-
-def allow(functions: Iterable[type[torch.autograd.Function]]) -> None:
-    """Let Dynamo call ``functions`` as they are: AOTAutograd then traces their forward and backward."""
-    import torch
-    from torch._dynamo import trace_rules
-
-    for one in functions:
-        if not trace_rules.is_callable_allowed(one):
-            torch._dynamo.allow_in_graph(one)
-            _allowed.add(id(one))
-
-
-@contextlib.contextmanager
-def allowed_for_now() -> Iterator[None]:
-    """After the block, Dynamo traces again what ``allow`` has kept it from."""
-    from torch._dynamo import trace_rules
-
-    try:
-        yield
-    finally:
-        for one in _allowed:
-            if one in trace_rules._allowed_callable_ids:
-                trace_rules._allowed_callable_ids.remove(one)
-        _allowed.clear()

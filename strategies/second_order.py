@@ -35,8 +35,7 @@ class SecondOrder(ModuleOptions):
     submodule ``net``."""
 
     def apply(self, program: Program) -> None:
-        from strategies.method_regions import compile_method
-        from strategies.regions import callable_paths, compile_children, compile_regions
+        from strategies.regions import callable_paths, compile_children, compile_method, compile_regions
 
         program.settings["trace_autograd_ops"] = program.checking.derives = True
         program.checking.note = program.notes.append

@@ -36,6 +36,20 @@ def test_a_run_gets_its_configuration_directory_and_command(command_line: Any, c
     assert not list(tmp_path.rglob("*.log"))
 
 
+def test_hydra_is_its_own_again_once_the_command_is_over(command_line: Any, called: Calls) -> None:
+    from hydra._internal import utils
+    from hydra._internal.hydra import Hydra
+
+    def replaced() -> list[Any]:
+        return [utils.run_and_report, Hydra.compose_config, Hydra.app_help]
+
+    before = replaced()
+    assert command_line("compile=whole") == 0
+    assert command_line("compile=hole") == 2
+    assert len(called) == 1
+    assert replaced() == before
+
+
 def test_inductor_options_keep_their_dotted_names(command_line: Any, called: Calls) -> None:
     assert command_line("compile=whole", "+compile.whole.options={triton.cudagraphs:true}") == 0
     assert called[0]["config"].compile["whole"].options == {"triton.cudagraphs": True}

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from strategies import STRATEGIES
 from strategies.base import Strategy
+from tasks.captioning.task import CaptionerSize
 from tests.conftest import hydra_put_back
 from trainer import CONF
 from trainer.config import known_options, register, to_config
@@ -94,6 +96,17 @@ def test_every_arm_that_ships_composes(subtests: pytest.Subtests) -> None:
                 assert isinstance(build("trainer=measured", f"compile={compile_}", *overrides), Config)
     chosen = compose("config", overrides=["arms=peers"], return_hydra_config=True)
     assert "eager run=peer run.peer=loop_eager" in chosen.hydra.launcher.arms
+
+
+def test_nothing_runs_of_a_task_that_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: CaptionerSize) -> None:
+        raise AssertionError("the captioning task was not asked for")
+
+    monkeypatch.setattr(CaptionerSize, "__post_init__", run)
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", {group: options for group, options in store.repo.items() if group != "schema"})
+    register()
+    assert build("task=micro").task.name == "micro"
 
 
 def test_no_option_has_a_name_that_yaml_reads_as_a_boolean() -> None:

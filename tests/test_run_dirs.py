@@ -104,7 +104,7 @@ def test_a_folder_of_the_resumed_run_is_written_into(
     arguments: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.availability.find_checkpoint", lambda resume: None)  # there is none to go on from
+    monkeypatch.setattr("trainer.settings.find_checkpoint", lambda resume: None)  # there is none to go on from
     left(tmp_path / "run")
     assert command_line("hydra.run.dir=run", *arguments) == 0
     assert called[0]["run_dir"] == tmp_path / "run"

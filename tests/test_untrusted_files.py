@@ -69,7 +69,7 @@ def test_credentials_of_the_environment_are_used_and_not_written(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("ADDRESS", "https://me:hush@host/x")
-    monkeypatch.setattr("trainer.availability.find_checkpoint", lambda resume: None)  # there is none at that address
+    monkeypatch.setattr("trainer.settings.find_checkpoint", lambda resume: None)  # there is none at that address
     assert command_line("resume=${oc.env:ADDRESS}", "hydra.run.dir=run") == 0
     config = called[0]["config"]
     assert config.resume == "https://me:hush@host/x"  # type: ignore[attr-defined]

@@ -7,7 +7,9 @@ and errors are immediate. Exit codes: 0 finished, 1 failed, 2 refused before any
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import os
@@ -16,13 +18,14 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 import hydra._internal.utils
 from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -31,7 +34,6 @@ from trainer import CONF, config_errors, working_directory_last
 
 REFUSED = 2
 """Exit code for a command that was refused before any work started."""
-_COMPOSE = Hydra.compose_config
 EXAMPLES = """\
 usage: crucible train [NAME=VALUE ...]     (or python -m trainer)
 
@@ -77,13 +79,13 @@ def main() -> None:
         signal_at_end_of_parent(signal.SIGTERM)
     try:
         if "COMP_LINE" not in os.environ:
-            config_errors.refuse_flags(sys.argv[1:])
+            _refuse_flags(sys.argv[1:])
         sys.argv[1:] = plan.expanded(sys.argv[1:])
     except ValueError as error:
         config_errors.report(error)
         sys.exit(REFUSED)
     from trainer import config
-    from trainer.sweep import launcher, run_dirs
+    from trainer.sweep import run_dirs
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     exit_codes: list[int] = []
@@ -97,30 +99,61 @@ def main() -> None:
             config_errors.report(error)
             exit_codes.append(REFUSED)
 
-    # Hydra would print its own report of any exception and exit with 1; errors.explain is shorter.
-    hydra._internal.utils.run_and_report = lambda func: func()
-    Hydra.compose_config = _compose  # type: ignore[method-assign]
-    Hydra.app_help = _help  # type: ignore[method-assign]
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_hydra_in_our_words(exit_codes.append))
+            config.register()
+            if "COMP_LINE" in os.environ and (chosen := config.config_dir(os.environ["COMP_LINE"].split()[1:])):
+                # Tab completion: Hydra looks for the directory among our arguments, not on the line being completed.
+                sys.argv += ["--config-dir", chosen]
+            config.load_from_command_line(sys.argv[1:])
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
+        except (*config_errors.REFUSALS, OSError) as error:  # runs report their own OSErrors: this one made no folder
+            refusal = isinstance(error, config_errors.REFUSALS)
+            if wants_traceback or (not refusal and getattr(error, "errno", None) is None):
+                raise
+            config_errors.report(error, run_dirs.OwnFolder.place)
+            sys.exit(REFUSED)
+    sys.exit(max(exit_codes, default=0))
+
+
+def _refuse_flags(arguments: Sequence[str]) -> None:
+    """Raise ValueError where ``arguments`` hold a flag that Hydra does not have, as in ``--task captioning``."""
+    unknown = next((word for word in get_args_parser().parse_known_args(list(arguments))[1] if word[:1] == "-"), None)
+    if unknown is None:
+        return
+    flag, equals, value = unknown.partition("=")
+    if not (named := re.fullmatch(r"--([A-Za-z][\w./@-]*)", flag)):
+        raise ValueError(f"{unknown} is not a flag, see --help; options are written NAME=VALUE")
+    following = [*arguments][[*arguments].index(unknown) + 1 :][:1]
+    if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
+        unknown, value = f"{unknown} {following[0]}", following[0]
+    raise ValueError(f"{unknown}: options are written {named[1].replace('-', '_')}={value or 'VALUE'}")
+
+
+@contextlib.contextmanager
+def _hydra_in_our_words(ended: Callable[[int], None]) -> Iterator[None]:
+    """Inside, Hydra composes as ``_compose`` says, its help is ``_help``, and exceptions come through: it would print
+    its own report of any, and exit with 1; ``config_errors.explain`` is shorter. A sweep calls ``ended`` with its exit
+    code. Tried: hydra 1.3."""
+    utils: Any = hydra._internal.utils
+    kind: Any = Hydra
+    before = utils.run_and_report, kind.compose_config, kind.app_help
+    utils.run_and_report, kind.app_help = (lambda func: func()), _help
+    kind.compose_config = functools.partialmethod(_compose, before[1], ended)
     try:
-        config.register()
-        launcher.register()
-        if "COMP_LINE" in os.environ and (chosen := config.config_dir(os.environ["COMP_LINE"].split()[1:])):
-            # Tab completion: Hydra looks for the directory among our arguments, not on the line being completed.
-            sys.argv += ["--config-dir", chosen]
-        config.load_from_command_line(sys.argv[1:])
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    except (*config_errors.REFUSALS, OSError) as error:  # runs report their own OSErrors: this one made no folder
-        if wants_traceback or (not isinstance(error, config_errors.REFUSALS) and getattr(error, "errno", None) is None):
-            raise
-        config_errors.report(error, run_dirs.OwnFolder.place)
-        sys.exit(REFUSED)
-    sys.exit(max([launcher.IsolatedLauncher.exit_code, *exit_codes]))
+        yield
+    finally:
+        utils.run_and_report, kind.compose_config, kind.app_help = before
 
 
-def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
-    """Hydra's composition; it writes the result to ``.hydra/`` and ``multirun.yaml`` before any code of ours runs.
+def _compose(
+    self: Hydra, compose: Callable[..., DictConfig], ended: Callable[[int], None], *args: Any, **options: Any
+) -> DictConfig:
+    """Hydra's own composition, ``compose``; it writes the result to ``.hydra/`` and ``multirun.yaml`` before any code
+    of ours runs.
 
     Devices and hosts are those that torchrun or SLURM has started processes for. Raises ValueError where the settings
     say otherwise.
@@ -128,16 +161,20 @@ def _compose(self: Hydra, *args: Any, **options: Any) -> DictConfig:
     from trainer.config import refuse_written_credentials
     from trainer.sweep import environment
 
-    cfg = _COMPOSE(self, *args, **options)
+    cfg = compose(self, *args, **options)
     refuse_written_credentials(cfg)
     if "trainer" not in cfg:  # an option of a group, composed to be compared with another
         return cfg
-    launch = environment.detect_launch(os.environ)
-    if launch is not None and cfg.hydra.mode == hydra.types.RunMode.MULTIRUN:
+    sweeps, launch = cfg.hydra.mode == hydra.types.RunMode.MULTIRUN, environment.detect_launch(os.environ)
+    if launch is not None and sweeps:
         raise ValueError(
             f"-m: each of the {launch.processes} processes that {launch.by} has started would run the whole sweep; "
             "start it alone, in one job"
         )
+    if sweeps:
+        from trainer.sweep import launcher  # with the reports that it ends with, which a single run has no use for
+
+        launcher.register(ended)
     follow = environment.devices_of_launch(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
     with read_write(cfg):
         cfg.trainer.devices, cfg.trainer.num_nodes = follow
@@ -217,12 +254,10 @@ def _columns(name: str, width: int, meaning: str) -> str:
 
 def train(cfg: DictConfig) -> int:
     """Train what ``cfg`` describes; returns the exit code. Raises ValueError for a bad configuration."""
-    from trainer.availability import require_present
-    from trainer.config import to_config
+    from trainer.config import source_flags, to_config
     from trainer.process import start_early, uninterrupted_import
-    from trainer.settings import Peer
+    from trainer.settings import Peer, require_present
     from trainer.sweep.environment import SWEEP_VARIABLE, detect_launch
-    from trainer.sweep.launcher import flags
     from trainer.sweep.run_dirs import OwnFolder, is_first_process, taken
 
     settings = HydraConfig.get()
@@ -236,7 +271,7 @@ def train(cfg: DictConfig) -> int:
     together = detect_launch(os.environ) is not None
     alone = not together and is_first_process()
     run_dir = OwnFolder.wanted if together else Path(settings.runtime.output_dir)
-    command = [*flags(sys.argv[1:]), *given]
+    command = [*source_flags(sys.argv[1:]), *given]
     # Of processes that were started together, the run asks once it knows whether it was started before.
     if alone and (complaint := taken(run_dir, config.resume)) is not None:
         raise ValueError(complaint)

@@ -20,7 +20,7 @@ import hydra
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.utils import get_args_parser
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf, _utils
@@ -113,15 +113,46 @@ def register_schema(path: str, schema: type, package: str | None = None) -> None
     """Register a dataclass as ``schema/<path>``, for a YAML's ``defaults: [/schema/<path>@_here_, _self_]``, and with
     ``package`` as the option ``<path>`` itself."""
     group, _, name = path.rpartition("/")
+    _store(f"schema/{group}", name, functools.partial(_schema_node, schema), None)
+    if package is not None:
+        _store(group, name, functools.partial(OmegaConf.structured, schema), package)
+
+
+def _schema_node(schema: type) -> Any:
     node = OmegaConf.structured(schema)
     for key, declared in get_type_hints(schema).items():
         if dataclasses.is_dataclass(declared) and OmegaConf.get_type(node, key) is not declared:
             # Declared as a base class with one of its kinds as default: OmegaConf would then only merge subclasses of
             # that default. Left open, every kind of the base class fits; the defaults list of the YAML says which.
             node[key] = MISSING
-    ConfigStore.instance().store(group=f"schema/{group}", name=name, node=node)
-    if package is not None:
-        ConfigStore.instance().store(group=group, name=name, node=schema, package=package)
+    return node
+
+
+class _WhenLoaded:
+    """Stands for a node that ``make`` makes, once Hydra loads it: it hands out copies of what its store holds. So
+    nothing runs of the tasks and strategies that a command does not choose."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Any:
+        return self._make()
+
+
+class _Option(ConfigNode):
+    """An entry of Hydra's store. To compose, Hydra copies the whole of it, which loads nothing yet."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Option:
+        return self
+
+
+def _store(group: str, name: str, make: Callable[[], Any], package: str | None) -> None:
+    """As ``ConfigStore.store``, which would make the node at once. Tried: hydra 1.3."""
+    options = ConfigStore.instance().repo
+    for part in group.split("/"):
+        options = options.setdefault(part, {})
+    node: Any = _WhenLoaded(make)
+    options[f"{name}.yaml"] = _Option(name=f"{name}.yaml", node=node, group=group, package=package, provider=None)
 
 
 def known_options(group: str) -> list[str]:
@@ -303,6 +334,7 @@ def register_strategy(strategy: type[Strategy]) -> None:
     name = _checked_name(strategy, Strategy, {*STRATEGIES, "eager"})
     if not isinstance(getattr(strategy, "stage", None), Stage):
         raise ValueError(f"{strategy.__name__}.stage must be a ClassVar[Stage]")
+    _schema_node(strategy)  # which refuses what OmegaConf cannot hold
     # The class alone is an option already; a YAML of the same name only changes its values.
     register_schema(f"compile/{name}", strategy, package=f"compile.{name}")
 
@@ -314,9 +346,9 @@ def register_task(task: type[Task], *, schemas: Mapping[str, type] | None = None
     ``/schema/task/data/mine``). Raises ValueError for a class that is no dataclass with a name of its own.
     """
     name = _checked_name(task, Task, {*TASKS, Task.name})
-    for path, schema in (schemas or {}).items():
-        register_schema(path, schema)
-    register_schema(f"task/{name}", task, package="task")
+    for path, schema in {**(schemas or {}), f"task/{name}": task}.items():
+        _schema_node(schema)
+        register_schema(path, schema, package="task" if schema is task else None)
 
 
 def load_from_command_line(arguments: Sequence[str]) -> None:
@@ -344,6 +376,14 @@ def load_from_command_line(arguments: Sequence[str]) -> None:
 def config_dir(arguments: Sequence[str]) -> str | None:
     """The value of Hydra's ``--config-dir`` among ``arguments``; None without one."""
     return get_args_parser().parse_known_args(list(arguments))[0].config_dir
+
+
+def source_flags(arguments: Sequence[str]) -> list[str]:
+    """Hydra's flags that say where configuration comes from, as absolute paths."""
+    given = get_args_parser().parse_known_args(list(arguments))[0]
+    folder = None if given.config_dir is None else os.path.abspath(given.config_dir)
+    found = {"--config-dir": folder, "--config-path": given.config_path, "--config-name": given.config_name}
+    return [word for flag, value in found.items() if value is not None for word in (flag, value)]
 
 
 def _checked_name(kind: type, base: type, taken: set[str]) -> str:

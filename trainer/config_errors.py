@@ -8,9 +8,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -58,20 +57,6 @@ def _several(option: str, values: str) -> str:
     """What to write in the place of ``option=value,value``."""
     takes_a_list = option.partition(".")[0] == "compile"
     return f"a list is written {option}=[{values}]; a sweep needs -m" if takes_a_list else "several values need -m"
-
-
-def refuse_flags(arguments: Sequence[str]) -> None:
-    """Raise ValueError where ``arguments`` hold a flag that Hydra does not have, as in ``--task captioning``."""
-    unknown = next((word for word in get_args_parser().parse_known_args(list(arguments))[1] if word[:1] == "-"), None)
-    if unknown is None:
-        return
-    flag, equals, value = unknown.partition("=")
-    if not (named := re.fullmatch(r"--([A-Za-z][\w./@-]*)", flag)):
-        raise ValueError(f"{unknown} is not a flag, see --help; options are written NAME=VALUE")
-    following = [*arguments][[*arguments].index(unknown) + 1 :][:1]
-    if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
-        unknown, value = f"{unknown} {following[0]}", following[0]
-    raise ValueError(f"{unknown}: options are written {named[1].replace('-', '_')}={value or 'VALUE'}")
 
 
 def _causes(error: BaseException | None, *, hidden: bool = True) -> Iterator[BaseException]:

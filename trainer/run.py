@@ -20,11 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from strategies.compile_errors import is_out_of_memory, one_line, redact
 from strategies.compiler_warmup import stop_compiling
-from trainer.build import task_options
+from trainer.build import Job, task_options
 from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import NonFiniteLoss
 from trainer.console import ERROR_LOG, print_end, relative_path
-from trainer.job import Job
 from trainer.loops.rank_consistency import describe_process
 from trainer.loops.rank_failures import AND_SO, RankFailed, fail_record
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed

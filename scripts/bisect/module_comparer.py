@@ -27,11 +27,10 @@ from scripts.explain.run import training
 from strategies import Program, Stage, Strategy
 from strategies.base import apply, compiler_settings, is_ancestor
 from strategies.compile_errors import one_line
-from strategies.method_regions import submodules
 from strategies.region import Checking
 from strategies.region_check import check_call
 from strategies.region_state import RegionState
-from strategies.regions import compile_in_place, never_called
+from strategies.regions import compile_in_place, never_called, submodules
 from strategies.tolerance import rounding_unit
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer

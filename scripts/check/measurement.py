@@ -15,9 +15,9 @@ from pathlib import Path
 
 from scripts.explain import findings
 from trainer.report.comparison import BUSY, THIN, compare_runs
-from trainer.report.runs import Cell, Run, deciding, fixed_settings, set_parameters, workload_of
+from trainer.report.runs import Cell, Run, deciding, fixed_settings, workload_of
 from trainer.telemetry import source_lines
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import RunRecord, set_parameters
 from trainer.telemetry.serialization import dataclass_from_json, nan_to_none, printable, written_whole
 
 SCHEMA = 1

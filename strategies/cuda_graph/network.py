@@ -37,10 +37,10 @@ from strategies.cuda_graph.step_graphs import (
     not_strided,
     why_not_captured,
 )
-from strategies.method_regions import submodules
 from strategies.region import Check, StandIn, is_looked_at, plain
 from strategies.region_check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
 from strategies.region_state import RegionState
+from strategies.regions import submodules
 from strategies.tolerance import MULTIPLES
 from strategies.torch_patches import as_capturing
 

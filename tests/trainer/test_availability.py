@@ -11,7 +11,7 @@ import torch
 from tasks import base as resources
 from tasks.captioning.task import Shapes
 from tasks.micro.task import Micro
-from trainer import availability
+from trainer import settings
 from trainer.build import build_trainer
 from trainer.config import compose
 from trainer.run import run
@@ -58,18 +58,18 @@ def test_what_the_machine_does_not_have_is_refused_by_its_option(
 def test_a_gpu_that_is_certainly_not_there_is_refused_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(availability, "DEVICES", tmp_path)
-    monkeypatch.setattr(availability.sys, "platform", "linux")
-    monkeypatch.delenv(availability.HIDES, raising=False)
+    monkeypatch.setattr(settings, "DEVICES", tmp_path)
+    monkeypatch.setattr(settings.sys, "platform", "linux")
+    monkeypatch.delenv(settings.HIDES, raising=False)
     asks = compose([*TINY, "trainer.accelerator=gpu"])
     with pytest.raises(ValueError, match=r"^trainer\.accelerator=gpu: this machine has no GPU$"):
-        availability.require_present(asks)
-    availability.require_present(compose(TINY))
+        settings.require_present(asks)
+    settings.require_present(compose(TINY))
     (tmp_path / "kfd").touch()  # AMD's
-    availability.require_present(asks)
-    monkeypatch.setenv(availability.HIDES, "")
+    settings.require_present(asks)
+    monkeypatch.setenv(settings.HIDES, "")
     with pytest.raises(ValueError, match=r"^trainer\.accelerator=gpu: CUDA_VISIBLE_DEVICES= hides all GPUs$"):
-        availability.require_present(asks)
+        settings.require_present(asks)
 
 
 def test_an_error_that_is_no_options_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

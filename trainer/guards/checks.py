@@ -18,9 +18,9 @@ from strategies import Program
 from strategies.base import is_ancestor
 from strategies.compile_errors import is_recompile_limit
 from strategies.loop_protocol import Loop, StepHook, gathered
-from strategies.method_regions import submodules
 from strategies.optimizer.step import installed
 from strategies.region import Check, Kind, Region
+from strategies.regions import submodules
 from strategies.tolerance import Difference
 from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError

@@ -234,7 +234,6 @@ class CompiledTraining:
         """What stands around a step, the outermost first; nothing where there is nothing to guard."""
         if not self.strategies:
             return []
-        from strategies.cuda_graph.step_capture import StepCapture
         from trainer.guards.checks import Checks
         from trainer.guards.first_calls import FirstCalls
         from trainer.guards.recompiles import RecompileGuard
@@ -242,6 +241,8 @@ class CompiledTraining:
 
         capture: StepCapture | None = None
         if program.step is not None:
+            from strategies.cuda_graph.step_capture import StepCapture
+
             capture = StepCapture(loop, program, program.step, parity=self._guarding.parity)
         program.checking.one_kind_a_step = self._choosing is not None
         checks = Checks(self._guarding, loop, program, self.telemetry, self.record, self._pages, capture)
@@ -251,7 +252,7 @@ class CompiledTraining:
         padding = program.padding
         if padding is not None and padding.warm and padding.edges:
             self._recompiles = RecompileGuard(padding, program, loop, self.telemetry.compiler, words=self._words)
-        calls = FirstCalls(loop, program, self.telemetry, self.record)
+        calls = FirstCalls(loop, program, self.telemetry, self.record) if program.found is not None else None
         hooks = (self._chooser, self._recompiles, calls, checks, timing, capture)
         self._checks, self._capture = checks, capture
         return [one for one in hooks if one is not None]

@@ -22,9 +22,8 @@ import torch
 from torch import distributed, nn
 
 from strategies.loop_protocol import Loop
-from trainer.build import compile_callback, device_of, on_cuda, precision_arguments, resolve_precision
+from trainer.build import Job, compile_callback, device_of, on_cuda, precision_arguments, resolve_precision
 from trainer.console import announce
-from trainer.job import Job
 from trainer.loops.lightning import LightningLoop
 from trainer.peers.peer_loops import (
     AcceleratedLoop,

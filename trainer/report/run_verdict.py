@@ -15,9 +15,8 @@ from typing import Any
 
 from trainer.advice import as_typed, program, strategies_in_python
 from trainer.report import statistics
-from trainer.report.runs import PEER
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
-from trainer.telemetry.record import RunRecord, RunVerdict
+from trainer.telemetry.record import PEER, RunRecord, RunVerdict
 from trainer.telemetry.serialization import number
 
 EAGER, NOT_COMPARED = "eager", "not compared"

@@ -7,20 +7,17 @@ their parameters: ``whole (mode=reduce-overhead)``.
 
 from __future__ import annotations
 
-import dataclasses
 import glob
-import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from strategies import STRATEGIES
 from trainer.advice import program
 from trainer.report.statistics import Estimate, estimate
-from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.telemetry.record import FILE_NAME, PEER, RunRecord, default_parameters, flat, parameters
 from trainer.telemetry.serialization import printable
 
 DECISIVE_VERSIONS = ("torch", "triton", "cuda")
@@ -40,35 +37,6 @@ LOOSE = frozenset(
 """Settings that a steady step does not depend on."""
 PLACES = frozenset({"root", "path", "val_path", "image_root"})
 """Last words of settings for where data lies."""
-PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options"})
-"""Parameters of strategies for where something lies, not how the task executes."""
-FORMER_DEFAULTS = {
-    "auto.background": "null",
-    "auto.margin": "0.02",
-    "auto.memory": "null",
-    "background.at_step": "null",
-    "background.force": "false",
-    "background.max_device_gib": "8.0",
-    "background.max_host_gib": "16.0",
-    "background.niceness": "10",
-    "background.regions_per_step": "1",
-    "background.timeout_seconds": "1800.0",
-    "background.workers": "null",
-    "buckets.limit": "null",
-    "cached.read_only": "false",
-    "cuda_graph.eager_steps": "1",
-    "cuda_graph.max_graphs": "64",
-    "dynamic.limit": "null",
-    "optimizer.clip": "true",
-    "regional.on_recompile_limit": "eager",
-    "whole.on_recompile_limit": "eager",
-    **{
-        f"{strategy}.{option}": "null"
-        for strategy in ("regional", "whole")
-        for option in ("activation_memory_budget", "combo_kernels", "coordinate_descent")
-    },
-}
-"""Parameters that only older records have, where they say no more than what a strategy does today."""
 FORMER_SETTINGS = {
     "task.channels_last": "null",
     "task.data.tokens_per_batch": "null",
@@ -79,8 +47,6 @@ FORMER_SETTINGS = {
     "task.network.norm_epsilon": "1e-05",
 }
 """The same of settings: runs with and without them are of one workload."""
-PEER = "peer"
-"""Name, in the place of a strategy's, of another project's way to train that was measured beside ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,20 +197,14 @@ def workload_of(record: RunRecord) -> tuple[str, ...]:
 
 def arm_of(record: RunRecord) -> tuple[str, ...]:
     """What the records of one arm share."""
-    return (record.label, *sorted(f"{name}={value}" for name, value in _parameters(record).items()))
+    return (record.label, *sorted(f"{name}={value}" for name, value in parameters(record).items()))
 
 
 def fixed_settings(record: RunRecord) -> dict[str, str]:
     """Settings that make up the workload."""
-    settings = _flat({section: value for section, value in record.config.items() if section in SECTIONS})
+    settings = flat({section: value for section, value in record.config.items() if section in SECTIONS})
     fixed = ((name, value) for name, value in settings if name not in LOOSE and name.rpartition(".")[2] not in PLACES)
     return {name: value for name, value in fixed if FORMER_SETTINGS.get(name) != value}
-
-
-def set_parameters(record: RunRecord) -> dict[str, str]:
-    """Parameters of a record's strategies that are not their defaults, by dotted name; all of a plug-in's."""
-    defaults = _defaults(record)
-    return {name: value for name, value in _parameters(record).items() if defaults.get(name) != value}
 
 
 def _workload_names(records: Sequence[RunRecord]) -> list[str]:
@@ -268,9 +228,9 @@ def _arm_names(records: Sequence[RunRecord]) -> list[str]:
     """A short name for each of ``records``, one of each arm: the label, parameters that are set or tell it apart."""
     names: list[str] = []
     for record in records:
-        fellows = [_parameters(other) for other in records if other.label == record.label]
-        defaults, words = _defaults(record), []
-        for name, value in _parameters(record).items():
+        fellows = [parameters(other) for other in records if other.label == record.label]
+        defaults, words = default_parameters(record), []
+        for name, value in parameters(record).items():
             strategy, _, option = name.partition(".")
             # Keys of a mapping count, what they hold (``modular.parts.encoder.mode``) is too long.
             known = name in defaults or (strategy in STRATEGIES and name.count(".") == 2)
@@ -285,38 +245,6 @@ def _add_name(names: list[str], kind: str, words: Sequence[str]) -> None:
     while name in names:  # something that the others have and this one lacks
         name += "'"
     names.append(name)
-
-
-def _parameters(record: RunRecord) -> dict[str, str]:
-    """Those of a known strategy that an older record lacks are its defaults."""
-    parameters = _defaults(record)
-    for strategy in record.strategies:
-        # A peer's library is among the versions: of another one it is the same arm.
-        left_out = {"name", *PLACE_PARAMETERS, *(record.versions if strategy["name"] == PEER else ())}
-        values = {name: value for name, value in strategy.items() if name not in left_out}
-        parameters.update(_flat(values, f"{strategy['name']}."))
-    return {name: value for name, value in parameters.items() if FORMER_DEFAULTS.get(name) != value}
-
-
-def _defaults(record: RunRecord) -> dict[str, str]:
-    """Defaults of those strategies that are known here: a plug-in's are not."""
-    defaults: dict[str, str] = {}
-    for strategy in record.strategies:
-        kind = STRATEGIES.get(str(strategy["name"]))
-        for one in () if kind is None else dataclasses.fields(kind):
-            value = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
-            if value is not dataclasses.MISSING and one.name not in PLACE_PARAMETERS:
-                defaults.update(_flat({one.name: json.loads(json.dumps(value, default=str))}, f"{strategy['name']}."))
-    return defaults
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted names and values as text of nested mappings, empty mappings left out."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def deciding(record: RunRecord) -> dict[str, str]:

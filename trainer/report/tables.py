@@ -15,10 +15,10 @@ from functools import partial
 from html import escape as escaped
 from typing import TYPE_CHECKING, Any
 
-from trainer.report.runs import DECISIVE_VERSIONS, Cell, Run, deciding, fixed_settings, parity_of, set_parameters
+from trainer.report.runs import DECISIVE_VERSIONS, Cell, Run, deciding, fixed_settings, parity_of
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
 from trainer.telemetry import serialization
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import RunRecord, set_parameters
 from trainer.telemetry.serialization import nan_to_none
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -37,7 +36,7 @@ from rich.console import Console
 
 import __main__
 from trainer.advice import program
-from trainer.config import to_config
+from trainer.config import source_flags, to_config
 from trainer.process import present_handlers, signal_handlers
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
@@ -56,8 +55,9 @@ OUTPUT_NAME = "output.txt"
 POLL_SECONDS = 0.05
 
 
-def register() -> None:
-    """Make the launcher known to Hydra, under the one package name that Hydra 1.3 takes plug-ins from.
+def register(ended: Callable[[int], None]) -> None:
+    """Make the launcher known to Hydra, under the one package name that Hydra 1.3 takes plug-ins from. It calls
+    ``ended`` with exit code 1 where a cell did not finish.
 
     A real ``hydra_plugins`` directory would have to be a top-level package of ours; other plug-ins share that name.
     """
@@ -66,7 +66,7 @@ def register() -> None:
         package.__path__ = []
         sys.modules["hydra_plugins"] = package
     sys.modules[PLUGIN_MODULE] = sys.modules[__name__]
-    IsolatedLauncher.exit_code = 0
+    IsolatedLauncher.ended = staticmethod(ended)
     Plugins.instance().register(IsolatedLauncher)
 
 
@@ -74,8 +74,7 @@ class IsolatedLauncher(Launcher):
     """Hydra launcher: one process for each cell, on this machine."""
 
     __module__ = PLUGIN_MODULE
-    exit_code: ClassVar[int] = 0
-    """1 once a cell did not finish."""
+    ended: ClassVar[Callable[[int], None]]
 
     def __init__(self, **options: object) -> None:
         self._given = options
@@ -107,7 +106,7 @@ class IsolatedLauncher(Launcher):
             self._console.print(f"continue with: {command}")
             sys.exit(128 + signals[-1])
         if any(cell.exit_code for cell in cells):
-            IsolatedLauncher.exit_code = 1
+            IsolatedLauncher.ended(1)
             self._console.print(f"run what failed again with: {command}")
         return [self._returned([cell for cell in cells if cell.job == job]) for job in range(len(job_overrides))]
 
@@ -164,7 +163,7 @@ class IsolatedLauncher(Launcher):
         start = config.repeat
         if start is None and self.options.caches == "own" and "cached" not in (config.compile or {}):
             start = "cold"  # the store of ``cached`` may make it warm
-        words = [*flags(sys.argv[1:]), *overrides, *([f"repeat={start}"] if config.repeat != start else [])]
+        words = [*source_flags(sys.argv[1:]), *overrides, *([f"repeat={start}"] if config.repeat != start else [])]
         bare = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         record = initial_record(to_config(bare), words)
         record.start, record.round = start, None  # that of a sweep whose cell has started this one is not ours
@@ -186,14 +185,6 @@ class IsolatedLauncher(Launcher):
             f"hydra.job.num={config.hydra.job.num}",
             f"hydra.run.dir={plan.quoted(cell.directory.resolve())}",
         ]
-
-
-def flags(arguments: Sequence[str]) -> list[str]:
-    """Hydra's flags that say where configuration comes from, as absolute paths."""
-    given = get_args_parser().parse_known_args(list(arguments))[0]
-    folder = None if given.config_dir is None else os.path.abspath(given.config_dir)
-    found = {"--config-dir": folder, "--config-path": given.config_path, "--config-name": given.config_name}
-    return [word for flag, value in found.items() if value is not None for word in (flag, value)]
 
 
 def started() -> list[str]:

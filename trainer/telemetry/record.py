@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -457,3 +457,78 @@ class RunRecord(CompilerFigures, Rates, Peak):
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: not a run record ({error})") from error
         return record
+
+
+# ---- parameters of strategies, by which arms are told apart ----------------------------------------------------------
+
+PEER = "peer"
+"""Name, in the place of a strategy's, of another project's way to train that was measured beside ours."""
+PLACE_PARAMETERS = frozenset({"url", "key_file", "storage_options"})
+"""Parameters of strategies for where something lies, not how the task executes."""
+FORMER_DEFAULTS = {
+    "auto.background": "null",
+    "auto.margin": "0.02",
+    "auto.memory": "null",
+    "background.at_step": "null",
+    "background.force": "false",
+    "background.max_device_gib": "8.0",
+    "background.max_host_gib": "16.0",
+    "background.niceness": "10",
+    "background.regions_per_step": "1",
+    "background.timeout_seconds": "1800.0",
+    "background.workers": "null",
+    "buckets.limit": "null",
+    "cached.read_only": "false",
+    "cuda_graph.eager_steps": "1",
+    "cuda_graph.max_graphs": "64",
+    "dynamic.limit": "null",
+    "optimizer.clip": "true",
+    "regional.on_recompile_limit": "eager",
+    "whole.on_recompile_limit": "eager",
+    **{
+        f"{strategy}.{option}": "null"
+        for strategy in ("regional", "whole")
+        for option in ("activation_memory_budget", "combo_kernels", "coordinate_descent")
+    },
+}
+"""Parameters that only older records have, where they say no more than what a strategy does today."""
+
+
+def set_parameters(record: RunRecord) -> dict[str, str]:
+    """Parameters of a record's strategies that are not their defaults, by dotted name; all of a plug-in's."""
+    defaults = default_parameters(record)
+    return {name: value for name, value in parameters(record).items() if defaults.get(name) != value}
+
+
+def parameters(record: RunRecord) -> dict[str, str]:
+    """All of a record's strategies. Those of a known strategy that an older record lacks are its defaults."""
+    found = default_parameters(record)
+    for strategy in record.strategies:
+        # A peer's library is among the versions: of another one it is the same arm.
+        left_out = {"name", *PLACE_PARAMETERS, *(record.versions if strategy["name"] == PEER else ())}
+        values = {name: value for name, value in strategy.items() if name not in left_out}
+        found.update(flat(values, f"{strategy['name']}."))
+    return {name: value for name, value in found.items() if FORMER_DEFAULTS.get(name) != value}
+
+
+def default_parameters(record: RunRecord) -> dict[str, str]:
+    """Defaults of those strategies that are known here: a plug-in's are not."""
+    from strategies import STRATEGIES  # not above, as in RunRecord.save
+
+    defaults: dict[str, str] = {}
+    for strategy in record.strategies:
+        kind = STRATEGIES.get(str(strategy["name"]))
+        for one in () if kind is None else dataclasses.fields(kind):
+            value = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+            if value is not dataclasses.MISSING and one.name not in PLACE_PARAMETERS:
+                defaults.update(flat({one.name: json.loads(json.dumps(value, default=str))}, f"{strategy['name']}."))
+    return defaults
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted names and values as text of nested mappings, empty mappings left out."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)

@@ -14,9 +14,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from strategies.compile_errors import redact
 from strategies.loop_protocol import Loop
-from trainer.report.run_verdict import run_verdict
-from trainer.report.runs import set_parameters
-from trainer.telemetry.record import Event, RankFigures, RunRecord, communication_of
+from trainer.telemetry.record import Event, RankFigures, RunRecord, communication_of, set_parameters
 from trainer.telemetry.serialization import nan_to_none
 from trainer.telemetry.source_lines import display_path
 
@@ -75,7 +73,9 @@ class TensorBoardPages:
         if record.ranks:
             self.scalars(rank_figures(record.ranks), step)
         if record.status == "finished":
-            values: dict[str, float | None] = {"whole_run/speed_to_eager": run_verdict(record).shown_ratio}
+            values: dict[str, float | None] = {
+                "whole_run/speed_to_eager": None if record.verdict is None else record.verdict.shown_ratio
+            }
             for key, (name, _) in FINAL.items():
                 if key not in values:
                     value = getattr(record, name)
