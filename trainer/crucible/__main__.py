@@ -96,8 +96,8 @@ def entry() -> None:
 
         with quick_exit():
             sys.exit(main())
-    except ImportError:
-        if not (line := importlib.import_module("crucible").overwritten()):
+    except ImportError as error:
+        if not (line := importlib.import_module("crucible").overwritten(error)):
             raise
         sys.exit(f"error: {line}")
 
