@@ -22,7 +22,7 @@ COMMANDS = {
     "bisect": "the smallest module whose compiled results are not eager's",
     "doctor": "is this machine all right?",
 }
-PACKAGES = ("bisect", "check", "doctor", "explain")
+PACKAGES = ("bisect", "check", "explain")
 """Those whose script is a folder."""
 HELP = f"""\
 usage: crucible COMMAND ...
