@@ -10,28 +10,18 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from scripts.doctor import __main__ as doctor
-from scripts.doctor.__main__ import with_torch
-from scripts.doctor.findings import ERROR, OK, WARNING, reason, shared_names
-from scripts.doctor.probe import device, tiny, without_cuda
+from scripts import doctor
+from scripts.doctor import ERROR, OK, WARNING, caches, compiler, machine, reason, shared_names, tiny, with_torch
 from tests.conftest import ROOT
 
 
-def run_doctor(*arguments: str, python: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *python, "-m", "scripts.doctor", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+def run_doctor(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *python, "-m", "scripts.doctor", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
 
 
 @pytest.fixture
@@ -48,7 +38,7 @@ def test_a_torch_that_does_not_import_is_an_error_and_the_rest_is_still_looked_a
     done = run_doctor()
     assert done.returncode == 1
     assert "error    torch imports   no: ImportError: libcudart.so.13: cannot open" in done.stdout
-    for name in ("python", "lightning", "inductor cache", "memory", "environment"):
+    for name in ("packages", "inductor cache", "environment"):
         assert f" {name} " in done.stdout
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"errors: {sum(line.startswith('error ') for line in lines)}, ")
@@ -86,47 +76,50 @@ def test_a_torch_that_crashes_or_hangs_ends_its_own_process_only(stub: Path, mon
     assert [one.message for one in with_torch()] == ["no: it took longer than 0.5 s and was stopped"]
 
 
+STUB = """
+import os, sys, types
+__version__, version = "2.15.0", types.SimpleNamespace(cuda="13.2", hip=None)
+facts = types.SimpleNamespace(os="Linux", gcc_version="13", nvidia_driver_version=None, nvidia_gpu_models=None)
+sys.modules["torch.utils.collect_env"] = types.SimpleNamespace(get_env_info=lambda: facts)
+"""
+
+
 def test_a_driver_that_crashes_is_an_error_behind_what_was_found(stub: Path) -> None:
-    stub.write_text(
-        "import os, types\n"
-        "__version__, version = '2.15.0', types.SimpleNamespace(cuda='13.2', hip=None)\n"
-        f"cuda = types.SimpleNamespace(is_available=lambda: os.kill(os.getpid(), {int(signal.SIGABRT)}))\n"
-    )
-    imported, cuda = with_torch()
+    kill = f"lambda: os.kill(os.getpid(), {int(signal.SIGABRT)})"
+    stub.write_text(f"{STUB}cuda = types.SimpleNamespace(init={kill}, is_available=lambda: True)\n")
+    imported, system, cuda = with_torch()
     assert (imported.status, imported.message) == (OK, "2.15.0 (CUDA 13.2)")
+    assert (system.name, system.message) == ("machine", "Linux, GCC 13")
     assert (cuda.status, cuda.message) == (ERROR, "using the device failed: it was killed by SIGABRT")
+
+
+def test_a_compiler_that_raises_is_an_error(stub: Path) -> None:
+    raises = "def compile(function):\n    raise RuntimeError('Failed to find a C compiler')\n"
+    cuda = "cuda = types.SimpleNamespace(init=lambda: 1 / 0, is_available=lambda: False)\n"
+    stub.write_text(STUB + cuda + raises)
+    *_, finding = with_torch()
+    assert finding.message == "a tiny function does not compile: RuntimeError: Failed to find a C compiler"
 
 
 def test_a_tiny_function_is_compiled_for_real_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    *_, compiler, finding = with_torch()
-    assert (compiler.name, compiler.status, finding.name) == ("c++ compiler", OK, "compile")
+    *_, found, finding = with_torch()
+    assert (found.name, found.status, finding.name) == ("c++ compiler", OK, "compile")
     assert finding.message.startswith("a tiny function, forward and backward, on cpu in ")
     assert list(tmp_path.iterdir()) == []
-
-
-CPU_TORCH = """
-import types
-__version__, version = "2.15.0", types.SimpleNamespace(cuda=None, hip=None)
-cuda = types.SimpleNamespace(is_available=lambda: False)
-def compile(function):
-    raise RuntimeError("Failed to find a C compiler")
-"""
-
-
-def test_a_compiler_that_raises_is_an_error(stub: Path) -> None:
-    stub.write_text(CPU_TORCH)
-    *_, finding = with_torch()
-    assert finding.message == "a tiny function does not compile: RuntimeError: Failed to find a C compiler"
 
 
 def test_a_compiler_that_is_switched_off_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with torch._dynamo.config.patch(disable=True):  # what TORCH_COMPILE_DISABLE=1 sets
-        finding = tiny()
+        (finding,) = tiny()
     assert (finding.status, finding.message) == (ERROR, "nothing was compiled: the compiler is switched off")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    switched, given = doctor.variables()
+    assert (switched.status, switched.fix) == (ERROR, "unset it, or use compile=eager")
+    assert "TORCHDYNAMO_DISABLE=1" in given.message
 
 
 def test_of_a_traceback_the_error_is_told_not_the_advice() -> None:
@@ -136,63 +129,101 @@ def test_of_a_traceback_the_error_is_told_not_the_advice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("boards", "cuda", "why", "status", "said"),
+    ("boards", "cuda", "visible", "status", "said"),
     [
-        (0, "13.2", "", OK, "no NVIDIA device"),
-        (2, "13.2", "driver is too old", ERROR, "2 boards, but torch cannot use them: driver is too old"),
-        (2, None, "", WARNING, "2 boards, but torch cannot use them: it is built without CUDA"),
+        (None, "13.2", "0", OK, "no NVIDIA device is to be seen"),
+        ("GPU 0: H\nGPU 1: H", "13.2", "0", ERROR, "torch cannot use GPU 0: H, GPU 1: H: the driver is too old"),
+        ("GPU 0: H", None, "0", WARNING, "torch cannot use GPU 0: H: the driver"),
+        ("GPU 0: H", "13.2", "", OK, "no NVIDIA device is to be seen"),
     ],
 )
 def test_what_torch_says_of_cuda_is_judged_by_the_boards_that_are_there(
-    boards: int, cuda: str | None, why: str, status: str, said: str, monkeypatch: pytest.MonkeyPatch
+    boards: str | None, cuda: str | None, visible: str, status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    finding = without_cuda(boards, cuda, why)
+    def init() -> None:
+        raise RuntimeError("the driver is too old. Update it.")
+
+    facts = SimpleNamespace(os="Linux", gcc_version="13", nvidia_driver_version="580.1", nvidia_gpu_models=boards)
+    monkeypatch.setattr("torch.utils.collect_env.get_env_info", lambda: facts)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    _, system, finding = machine()
+    assert system.message == "Linux, GCC 13, NVIDIA driver 580.1"
     assert finding.status == status
-    assert said in finding.message
-
-
-def test_devices_that_the_user_hides_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert without_cuda(2, "13.2", "no CUDA-capable device is detected").status == OK
+    assert finding.message.startswith(said)
 
 
 @pytest.mark.parametrize(
-    ("major", "free_gib", "status", "said"),
+    ("version", "capability", "expected"),
     [
-        (9, 70.0, OK, "a GPU, compute capability 9.1, 70.0 of 79.0 GiB free"),
-        (6, 70.0, ERROR, "compute capability 6.1"),
-        (9, 0.2, WARNING, "0.2 of 79.0 GiB free"),
+        ("2.15.0", (9, 0), [(OK, "a GPU, compute capability 9.0, 70.0 of 79.0 GiB free")]),
+        ("2.15.0", (6, 1), [(ERROR, "a GPU, compute capability 6.1, 70.0 of 79.0 GiB free")]),
+        ("2.11.0+cu130", (9, 0), [(OK, "a GPU"), (WARNING, "where cuDNN runs it, its backward can give NaN")]),
     ],
 )
 def test_each_device_is_judged(
-    major: int, free_gib: float, status: str, said: str, monkeypatch: pytest.MonkeyPatch
+    version: str, capability: tuple[int, int], expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "3.7")
-    properties: Any = SimpleNamespace(name="a GPU", major=major, minor=1)
-    finding = device(0, properties, free_gib=free_gib, total_gib=79.0)
-    assert finding.status == status
-    assert said in finding.message
+    facts = SimpleNamespace(os="Linux", gcc_version="13", nvidia_driver_version="580.1", nvidia_gpu_models="GPU 0: H")
+    monkeypatch.setattr("torch.utils.collect_env.get_env_info", lambda: facts)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch, "ones", lambda *_, device: torch.zeros(1))
+    devices = {
+        "init": lambda: None,
+        "device_count": lambda: 1,
+        "get_device_name": lambda number: "a GPU",
+        "get_device_capability": lambda number: capability,
+        "mem_get_info": lambda number: (70 << 30, 79 << 30),
+    }
+    for name, says in devices.items():
+        monkeypatch.setattr(torch.cuda, name, says)
+    _, _, *found = machine()
+    assert [one.status for one in found] == [status for status, _ in expected]
+    assert all(one.message.startswith(said) for one, (_, said) in zip(found, expected, strict=True))
 
 
-GPU_TORCH = """
-import types
-__version__, version = {version!r}, types.SimpleNamespace(cuda="13.2", hip=None)
-_C = types.SimpleNamespace(_cuda_getDriverVersion=lambda: 13020)
-ones = lambda *size, device: types.SimpleNamespace(sum=lambda: types.SimpleNamespace(item=lambda: 1.0))
-cuda = types.SimpleNamespace(
-    is_available=lambda: True, device_count=lambda: 1, mem_get_info=lambda number: (70 << 30, 79 << 30),
-    get_device_properties=lambda number: types.SimpleNamespace(name="a GPU", major=9, minor=0),
-    get_device_capability=lambda number: (9, 0),
-)
-"""
+def test_no_compiler_is_an_error_where_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = compiler(needed=True)
+    assert (finding.status, finding.fix) == (ERROR, "install g++ or use compile=eager")
+    (finding,) = compiler(needed=False)
+    assert finding.status == WARNING, "on a GPU Triton writes the kernels"
+    (tmp_path / "clang++").write_text("#!/bin/sh\n")
+    (tmp_path / "clang++").chmod(0o755)
+    (finding,) = compiler(needed=True)
+    assert finding.fix == "set CXX=clang++, install g++ or use compile=eager", "Inductor looks for g++ alone"
 
 
-def test_a_cudnn_whose_backward_is_wrong_is_told(stub: Path) -> None:
-    stub.write_text(GPU_TORCH.format(version="2.11.0+cu130"))
-    *found, _ = with_torch()
-    assert [one.name for one in found] == ["torch imports", "cuda driver", "device 0", "attention", "c++ compiler"]
-    assert found[1].message == "for CUDA 13.2, torch is built with 13.2"
-    assert (found[-2].status, "NaN at lengths of 64 modulo 128" in found[-2].message) == (WARNING, True)
-    stub.write_text(GPU_TORCH.format(version="2.15.0"))
-    assert "attention" not in {one.name for one in with_torch()}
+def test_a_cache_that_cannot_be_written_to_names_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    inductor, triton = caches()
+    assert (inductor.status, inductor.fix) == (ERROR, "set TORCHINDUCTOR_CACHE_DIR to a folder on another disk")
+    assert "file/cache cannot be written to: " in inductor.message
+    assert triton.status == OK
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    _, triton = caches()
+    assert (triton.status, triton.message) == (WARNING, f"{tmp_path / 'triton'}, 1.0 GiB free")
+
+
+def test_a_cache_that_others_can_fill_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, link = tmp_path / "cache", tmp_path / "link"
+    cache.mkdir(mode=0o755)
+    link.symlink_to(cache)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(link))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    (finding,) = caches()
+    assert finding.status == OK, "a link of one's own is no danger"
+    cache.chmod(0o777)
+    (finding,) = caches()
+    assert finding.status == WARNING
+    assert finding.fix == "set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write"
+    assert "other users may write" in finding.message
+    cache.chmod(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
+    (finding,) = caches()
+    assert "belongs to another user" in finding.message

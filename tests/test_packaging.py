@@ -70,20 +70,23 @@ def test_the_wheel_works_from_a_directory_with_folders_of_the_same_names(tmp_pat
         assert done.returncode == 0, done.stderr
         assert seed in done.stdout
 
-    # Another distribution with a package of one of our names, installed later.
-    (installed / "trainer" / "__init__.py").write_text("")
+    # Another distribution with packages of two of our names, installed later.
     metadata = installed / "other_trainer-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-trainer\nVersion: 1\n")
-    (metadata / "RECORD").write_text("trainer/__init__.py,,\n")
-    for command, said in (
-        (["-m", "trainer", "task=micro"], "crucible doctor says more"),
-        ([str(installed / "bin" / "crucible"), "task=micro"], "other-trainer installs a package 'trainer' too"),
-        ([str(installed / "bin" / "crucible"), "doctor"], "other-trainer installs a package 'trainer' too"),
-    ):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 1
-        assert said in done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
+    for package in ("tasks", "trainer"):
+        (installed / package / "__init__.py").write_text("")
+        (metadata / "RECORD").write_text(f"{package}/__init__.py,,\n")
+        said = f"other-trainer installs a package {package!r} too"
+        for command in (
+            ["-m", "trainer", "task=micro"],
+            [str(installed / "bin" / "crucible"), "task=micro"],
+            [str(installed / "bin" / "crucible"), "doctor"],
+            ["-P", "-c", "from crucible import Task, Compile"],
+        ):
+            done = subprocess.run(
+                [sys.executable, *command], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 1
+            assert said in done.stdout + done.stderr
+            assert done.stderr.count("Traceback") == (command[0] == "-P"), "a line, in Python the last one"

@@ -22,6 +22,8 @@ HOMES = {
 """Module that each public name lives in."""
 OURS = {"trainer": "callback.py", "strategies": "base.py", "tasks": "base.py", "scripts": "compare.py"}
 """A file of each of our packages, which a user's module of the same name lacks."""
+IN_INIT = {"trainer": "CONF", "strategies": "STRATEGIES", "tasks": "TASKS", "scripts": "working_directory_last"}
+"""A word in the ``__init__.py`` of each, which that of another distribution lacks."""
 
 DISTRIBUTION = "crucible-train"
 NEEDS = {"trainer.loops.huggingface": "transformers"}
@@ -53,12 +55,15 @@ def __getattr__(name: str) -> Any:
         if not any((folder / OURS[package]).is_file() for folder in folders):
             where = spec.origin or folders[0]
             raise ImportError(f"crucible: {where} hides crucible's own package {package!r}: rename that file or folder")
+        if spec.origin and IN_INIT[package] not in Path(spec.origin).read_text(encoding="utf-8", errors="replace"):
+            not_ours = f"{spec.origin} is not crucible's"
+            raise ImportError(overwritten(not_ours) or f"crucible: {not_ours}: install {DISTRIBUTION} anew")
     try:
         found = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
     except ImportError as error:
-        if not (line := overwritten()):
+        if not (line := overwritten(error)):
             raise
-        raise ImportError(line) from error
+        raise ImportError(line, name=error.name, path=error.path) from None
     return found
 
 
@@ -71,12 +76,13 @@ def other_owners() -> Iterator[tuple[str, str]]:
             yield other, package
 
 
-def overwritten() -> str:
-    """A line for the first of ``other_owners``; an empty one where there is none."""
+def overwritten(reason: object) -> str:
+    """A line of ``reason`` and the first of ``other_owners``, which is probably behind it; empty without one."""
     for other, package in other_owners():
         return (
-            f"crucible: {other} installs a package {package!r} too, and one has overwritten the other: keep them in "
-            f"two environments; pip uninstall {other}, then pip install --force-reinstall --no-deps {DISTRIBUTION}"
+            f"crucible: {reason}; {other} installs a package {package!r} too, and one has overwritten the other: keep "
+            f"them in two environments; pip uninstall {other}, then pip install --force-reinstall --no-deps "
+            f"{DISTRIBUTION}"
         )
     return ""
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "bisect": "the smallest module whose compiled results are not eager's",
     "doctor": "is this machine all right?",
 }
-PACKAGES = ("bisect", "check", "doctor", "explain")
+PACKAGES = ("bisect", "check", "explain")
 """Those whose script is a folder."""
 HELP = f"""\
 usage: crucible COMMAND ...
@@ -96,8 +96,8 @@ def entry() -> None:
 
         with quick_exit():
             sys.exit(main())
-    except ImportError:
-        if not (line := importlib.import_module("crucible").overwritten()):
+    except ImportError as error:
+        if not (line := importlib.import_module("crucible").overwritten(error)):
             raise
         sys.exit(f"error: {line}")
 
