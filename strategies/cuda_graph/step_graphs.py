@@ -578,7 +578,7 @@ class StepGraphs:
         self.parts.begin()
         observed = bool(shape.variants) and all(one.replay is None for one in shape.variants)
         if shape.rejected or self._left_out or not (observed or shape.waits or calls.is_plain()):
-            results = self.eager(calls.run, batch, for_good=shape.rejected)
+            results = self.eager(calls.run, batch, for_good=shape.rejected and not self._left_out)
             if not self._left_out:
                 shape.steady = self.parts.steady()
         else:

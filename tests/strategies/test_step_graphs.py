@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -503,6 +503,26 @@ def test_steps_left_out_run_in_python_and_graphs_stay(engine: Failing) -> None:
     assert (host.calls, graphs.replays) == (calls + 1, replays)
     multiplied(graphs, 4, host)
     assert (host.calls, graphs.replays) == (calls + 1, replays + 1)
+
+
+def test_a_step_left_out_of_a_rejected_shape_leaves_captured_modules_out_as_well(engine: Failing) -> None:
+    class Reads(Multiplies):
+        def run(self, batch: Any) -> Any:
+            return super().run(batch * float(batch.sum()))
+
+    graphs, host, replayed = StepGraphs(engine), Host(), list[bool]()
+
+    def beside(for_good: bool) -> AbstractContextManager[None]:
+        replayed.append(for_good)
+        return nullcontext()
+
+    graphs.beside = beside
+    for _ in range(8):
+        graphs.run("step", torch.ones(4), Reads(host), name="step")
+    assert replayed[-1], "its modules may be replayed in a step that stays Python"
+    with graphs.left_out():
+        graphs.run("step", torch.ones(4), Reads(host), name="step")
+    assert not replayed[-1]
 
 
 @pytest.mark.parametrize("unit", [SINGLE, TF32, UNITS["16"], UNITS["bf16"]])
