@@ -347,6 +347,7 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
     from strategies.torch_patches import (
         allowed_for_now,
         embeddings_as_in_eager,
+        exporting_is_told,
         faults_avoided,
         graphs_may_be_left_out,
         guards_are_printed,
@@ -360,7 +361,7 @@ def compiler_settings(settings: dict[str, Any]) -> Iterator[None]:
     of_dynamo = {name: value for name, value in settings.items() if name != "embedding_gradient"}
     embeddings = contextlib.nullcontext() if "embedding_gradient" in settings else embeddings_as_in_eager()
     derives = leaves_within_graphs() if "trace_autograd_ops" in settings else contextlib.nullcontext()
-    faults = faults_avoided(), guards_are_printed(), graphs_may_be_left_out()
+    faults = faults_avoided(), guards_are_printed(), exporting_is_told(), graphs_may_be_left_out()
     patches = (*faults, one_compile_for_all_ranks(), allowed_for_now(), embeddings, derives)
     with config.patch(of_dynamo), graphs, contextlib.ExitStack() as patched:
         for each in patches:

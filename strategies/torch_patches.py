@@ -132,6 +132,27 @@ def guards_are_printed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def exporting_is_told() -> Iterator[None]:
+    """Until the block ends, ``torch.compiler.is_exporting()`` tells the truth in code that Dynamo traces.
+
+    Before 2.14 it is always True there. Transformers (5.18 and later) then builds attention masks that eager leaves
+    out, and attention with a mask is not flash attention. Fixed in 2.14: https://github.com/pytorch/pytorch/pull/176499
+    """
+    if TorchVersion(torch.__version__) >= "2.14":
+        yield
+        return
+    import torch._dynamo.variables.torch as variables
+
+    told = variables.tracing_state_functions
+
+    def told_here() -> dict[Callable[[], Any], bool | None]:
+        return {**told(), torch.compiler.is_exporting: torch.compiler.is_exporting()}
+
+    with mock.patch.object(variables, "tracing_state_functions", told_here):
+        yield
+
+
+@contextlib.contextmanager
 def leaves_within_graphs() -> Iterator[None]:
     """Until the block ends, a graph may return what is derived by a tensor that is made within it.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sympy
+import torch
 from torch._guards import SLoc
 from torch._inductor import tiling_utils
 from torch._inductor.scheduler import MixOrderReduction
@@ -72,3 +73,11 @@ def test_sizes_are_compared_by_value_in_2_11(monkeypatch: pytest.MonkeyPatch, ve
 def test_a_guard_that_belongs_to_no_line_is_printed() -> None:
     with compiler_settings({}):
         assert str(SLoc(None, "model.py:3")) == "model.py:3 ()"
+
+
+def test_what_is_traced_knows_that_nothing_is_exported() -> None:
+    def added(x: torch.Tensor) -> torch.Tensor:
+        return x + (2 if torch.compiler.is_exporting() else 1)
+
+    with compiler_settings({}):
+        assert torch.compile(added, backend="eager")(torch.zeros(())) == 1
