@@ -50,6 +50,11 @@ class State(StrEnum):
     FAILED = "failed"
 
 
+def is_ancestor(outer: str, path: str) -> bool:
+    """Whether the submodule at ``path`` is the one at ``outer`` or lies in it; paths as in ``named_modules``."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
 _SERIAL = itertools.count()
 
 
@@ -844,3 +849,46 @@ def plain(regions: Iterable[Region]) -> Iterator[None]:
     finally:
         for region, inside in before:
             region._inside = inside
+
+
+# ---- methods as regions ----------------------------------------------------------------------------------------------
+
+
+class Method(nn.Module):
+    """A method of ``owner`` as a module of its own, with the owner's weights. It is no part of the owner."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner = owner
+        self.function = getattr(type(owner), name)
+
+    @property
+    def training(self) -> bool:
+        return self.owner.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        """The owner's counts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.owner, *args, **kwargs)
+
+
+class MethodRegion(Region):
+    """While it stands, the owner's attribute of the method's name is what is compiled."""
+
+    module: Method
+
+    def replace_call(self, standing: bool) -> None:
+        """The method is an attribute of the owner's own meanwhile, found before that of its class."""
+        super().replace_call(standing)
+        attributes, name = vars(self.module.owner), self.path.rpartition(".")[2]
+        if standing:
+            attributes[name] = self.module
+        elif attributes.get(name) is self.module:
+            del attributes[name]
+
+
+def submodules(regions: Iterable[Region]) -> list[Region]:
+    """Those of ``regions`` that are submodules, not methods."""
+    return [one for one in regions if not isinstance(one, MethodRegion)]

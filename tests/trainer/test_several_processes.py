@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 import tasks.lightning_module
 from strategies import Optimizer, Regional, regions
 from strategies.modules import Auto
-from tasks.captioning.task import CaptionerSize, Captioning, Shapes
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Captioning, Shapes
 from tests.processes import Pair, on_ranks
 from tests.strategies import backends
 from tests.strategies.backends import Fault

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program
-from strategies.base import is_ancestor
 from strategies.compile_errors import is_recompile_limit
 from strategies.loop_protocol import Loop, StepHook, gathered
 from strategies.optimizer.step import installed
-from strategies.region import Check, Kind, Region
-from strategies.regions import submodules
+from strategies.region import Check, Kind, Region, is_ancestor, submodules
 from strategies.tolerance import Difference
 from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
