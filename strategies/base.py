@@ -220,6 +220,10 @@ class Program:
     joined the module), with the reason."""
     notes: list[str] = field(default_factory=list)
     """Filled by strategies: lines the user should read (an option without effect, an undeclared loss)."""
+    applied_notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Those of them that a strategy wrote when it was applied, by its name."""
+    built: dict[str, nn.Module] = field(default_factory=dict)
+    """Submodules of ``module`` by path, as they were when the strategies had been applied."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What strategies keep between their calls, by their name: a strategy's own fields are configuration."""
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -452,7 +456,9 @@ def eager(program: Program) -> Iterator[None]:
 def apply(strategies: Iterable[Strategy], program: Program) -> None:
     """Apply ``strategies`` to ``program`` in the order of their stages."""
     for strategy in ordered(strategies):
+        known = len(program.notes)
         strategy.apply(program)
+        program.applied_notes[strategy.name] = tuple(program.notes[known:])
 
 
 def begin(strategies: Iterable[Strategy], program: Program) -> None:

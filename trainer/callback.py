@@ -71,7 +71,7 @@ class Compile(CompiledTraining, L.Callback):
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, by ``copy`` or ``pickle``, has the same settings, and nothing of a training: libraries copy the
         callbacks that they are given."""
-        return functools.partial(type(self), **{**self._arguments, "record": None}), ()
+        return functools.partial(type(self), **{**self._given.arguments, "record": None}), ()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Apply the strategies once the module's own ``setup`` and ``configure_model`` have built what is compiled."""
@@ -149,8 +149,8 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Its shapes have all come."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and self._recompiles is not None:
-            self._recompiles.validated()
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.evaluation_over()
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

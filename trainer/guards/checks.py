@@ -25,7 +25,6 @@ from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
-from trainer.telemetry.tensorboard import TensorBoardPages
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.network import Network
@@ -59,14 +58,13 @@ class Checks(StepHook):
         program: Program,
         telemetry: Telemetry,
         record: RunRecord,
-        pages: TensorBoardPages | None,
         capture: StepCapture | None = None,
     ) -> None:
         self._capture = capture
         self._guarding, self._loop, self._program = guarding, loop, program
         self._compares = not program.sharded or program.checking.mode != "off"
         """Whether parameters are such that a region can run twice."""
-        self._telemetry, self._record, self._pages = telemetry, record, pages
+        self._telemetry, self._record = telemetry, record
         self._steps, self._began = 0, time.perf_counter()
         self._next_round = 2
         self._round: deque[Any] = deque()
@@ -335,10 +333,10 @@ class Checks(StepHook):
                 facts.verdict, facts.reason = "clean", None
             if facts.verdict == "clean":
                 facts.last_clean_step = step
-        if self._pages is not None and differences:
+        if (pages := self._telemetry.pages) is not None and differences:
             worst = max(one.share for one in differences)
             scalars = {"usage/audit_worst_of_tolerance": worst if worst < float("inf") else None}
-            self._pages.scalars({**scalars, "usage/audit_seconds": facts.seconds}, step)
+            pages.scalars({**scalars, "usage/audit_seconds": facts.seconds}, step)
 
     def _hold_copies(self, holds: bool) -> None:
         """Copies for a graph to repeat a step are made, or freed: their memory is no part of the run's own."""
