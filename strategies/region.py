@@ -158,6 +158,11 @@ class Kind:
             self._codes[layout] = types.FunctionType(code, _call.__globals__, code.co_name)
         return self._codes[layout]
 
+    @property
+    def codes(self) -> list[types.FunctionType]:
+        """All that ``code`` has returned."""
+        return list(self._codes.values())
+
     def update_states(self) -> list[Region]:
         """Between two steps: take what its checks have found; returns the regions that have another state by it."""
         for proof in self.proofs.values():
@@ -592,6 +597,13 @@ class Region(StandIn):
             if self._derived:
                 self._compiled = self._deriving(self._compiled)
         return self._compiled
+
+    @property
+    def has_code(self) -> bool:
+        """Whether Dynamo holds what was compiled of its own call, in this training or an earlier one."""
+        functions = [self.module.forward] if self.is_sharded else self.of.codes
+        codes = [one.__code__ for one in functions if hasattr(one, "__code__")]
+        return any(eval_frame._debug_get_cache_entry_list(code) for code in codes)
 
     def _seen_deriving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The real call, in eager, which shows by which of its arguments the forward takes gradients."""

@@ -426,7 +426,9 @@ class Checks(StepHook):
         missing = {
             one.path: one.reason if one.state == "failed" else _why_not_called(one) or CALLED_IN_VAIN
             for one in program.regions
-            if one.state == "failed" or not (one.called and compiler.compiled(one.module))
+            if one.state == "failed"
+            or not one.called
+            or not compiler.compiled(one.module, held=one.has_code, splits=not one.arguments.get("fullgraph"))
         }
         if self._record.regions is not None:
             done = len(program.regions) - len(missing)
