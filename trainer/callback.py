@@ -24,7 +24,7 @@ from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.distributed import EpochEnds, SigtermAgreement, epoch_ends
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.lightning_internals import lightning_classes, replaced
+from trainer.loops.lightning_internals import lightning_classes, replaced, sigterm_kept
 from trainer.loops.rank_consistency import code_of, compare_facts
 from trainer.loops.rank_failures import STILL_SECONDS, Deadline, Failures
 from trainer.loops.training_info import TrainingInfo
@@ -82,6 +82,7 @@ class Compile(CompiledTraining, L.Callback):
         if trainer.world_size > 1:
             self._compare_processes(trainer, pl_module)
             if stage == "fit":  # under an owner too, whose own handlers come with the first step
+                self._settings.enter_context(sigterm_kept(trainer))
                 self._sigterm = SigtermAgreement(trainer)
         # Before weights are sharded or wrapped, Lightning has no hook of a callback that comes after those two.
         undo = self._settings.enter_context(contextlib.ExitStack())
