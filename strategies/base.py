@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +24,7 @@ if TYPE_CHECKING:
     from strategies.cuda_graph.network import NetworkGraphs
     from strategies.cuda_graph.step_graphs import StepGraphs
     from strategies.loop_protocol import Loop
-    from strategies.padding import Padding
     from strategies.region import Checking, Kind, Region
-    from strategies.regions import Found, Recomputed
-
-
-def is_ancestor(outer: str, path: str) -> bool:
-    """Whether the submodule at ``path`` is the one at ``outer`` or lies in it; paths as in ``named_modules``."""
-    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def has_another_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -55,10 +51,6 @@ def wrong(key: str, option: str, value: object, complaint: str) -> WrongOption:
         given = f"{inner[0]}={{{inner[1]!r}: {{{option!r}: {value!r}}}}}"
     joined = complaint if complaint.startswith(":") else f" {complaint}"
     return WrongOption(f"{name.title().replace('_', '')}({given}){joined}", f"{key}.{option}={value!r}{joined}")
-
-
-class CannotCapture(RuntimeError):
-    """A step that no CUDA graph can stand for; the message says why."""
 
 
 class Stage(enum.IntEnum):
@@ -97,6 +89,78 @@ class Ragged(NamedTuple):
     extra: int = 0
     """Positions that the tensor has beyond the length the model computes with: 1 where the model reads all positions
     but the last and predicts all but the first."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Padding:
+    """Filled in by the strategy; the trainer rebuilds the loaders by it and fills in what only the data can tell."""
+
+    name: str
+    """Name of the strategy, for messages and for its part of ``Program.report``."""
+    ragged: tuple[Ragged, ...]
+    """The batch's tensors that are padded."""
+    multiple: int = 1
+    """Every edge is a multiple of this; so is what a batch longer than the last edge is padded to."""
+    choose_edges: Callable[[Sequence[int]], tuple[int, ...]] | None = None
+    """Lengths of the training examples to ascending edges; None: batches stay, only padded up to ``multiple``."""
+    tables: tuple[int, ...] = ()
+    """Sizes at which a position table may end; nothing is padded beyond one that it fits into, be it a multiple or
+    not."""
+    tokens_per_batch: int | None = None
+    """Positions a training batch, padding included: shorter buckets have more rows; None: the loader's own rows."""
+    warm: bool = False
+    """Whether the first batches of a training should be one of each shape."""
+    on_recompile: str = "warn"
+    """``fail`` or ``warn``: what compiles once all shapes have come ends the run, or is reported."""
+    edges: tuple[int, ...] = ()
+    """Ascending; filled in when the loaders are built (before the first batch), empty without ``choose_edges``."""
+    batch_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Rows of the training batches on this process by edge that occurs, most first; filled in like ``edges``."""
+    dynamic: bool | None = None
+    """What ``dynamic=null`` of a module strategy stands for."""
+    around_region: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """Wraps the compiled call of each region in code that runs eagerly."""
+    observe: Callable[[Any], None] | None = None
+    """Called with every batch once it is on its device, before the module sees it; None: nobody wants to know."""
+    seen: Callable[[], dict[str, Any]] | None = None
+    """Figures of the batches that were really handed out, for the report; filled in like ``edges``."""
+
+    @property
+    def edge_of(self) -> Callable[[int], int]:
+        """``edge_of`` with what is known by now; it goes to data workers without the rest."""
+        return partial(edge_of, edges=self.edges, multiple=self.multiple, tables=self.tables)
+
+
+def edge_of(length: int, edges: Sequence[int], multiple: int, tables: Sequence[int] = ()) -> int:
+    """The first of ``edges`` that is at least ``length``; beyond the last one, the next multiple or end of a table."""
+    place = bisect_left(edges, length)
+    if place < len(edges):
+        return edges[place]
+    beyond = math.ceil(length / multiple) * multiple
+    return min(beyond, end_of_table(length, tables) or beyond)
+
+
+def end_of_table(longest: int, tables: Sequence[int]) -> int | None:
+    """Most positions that a batch of ``longest`` may be padded to: the first of ``tables`` that it fits into."""
+    return next((size for size in tables if size >= longest), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Modules that a strategy has chosen by itself, from how the module is built and not from how it is called."""
+
+    name: str
+    """The strategy's."""
+    paths: tuple[str, ...]
+    compile: Callable[[Sequence[str]], None]
+    """Compiles what is called in their place, as the strategy would have."""
+
+
+class Activated(Protocol):
+    """A part of the module that is another one while a step or an evaluation is under way."""
+
+    def activate(self, active: bool) -> None:
+        """One begins, or is over."""
 
 
 def _checking() -> Checking:
@@ -147,7 +211,7 @@ class Program:
     """Filled by a strategy that was not told what to compile: until it is known whether that is called at all."""
     checking: Checking = field(default_factory=_checking)
     """How regions are compared with eager."""
-    recomputed: list[Recomputed] = field(default_factory=list)
+    recomputed: list[Activated] = field(default_factory=list)
     """Blocks that compute their activations again."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Filled by strategies: what ``compiler_settings`` sets while the run lasts."""
@@ -156,6 +220,10 @@ class Program:
     joined the module), with the reason."""
     notes: list[str] = field(default_factory=list)
     """Filled by strategies: lines the user should read (an option without effect, an undeclared loss)."""
+    applied_notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Those of them that a strategy wrote when it was applied, by its name."""
+    built: dict[str, nn.Module] = field(default_factory=dict)
+    """Submodules of ``module`` by path, as they were when the strategies had been applied."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What strategies keep between their calls, by their name: a strategy's own fields are configuration."""
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -389,7 +457,9 @@ def eager(program: Program) -> Iterator[None]:
 def apply(strategies: Iterable[Strategy], program: Program) -> None:
     """Apply ``strategies`` to ``program`` in the order of their stages."""
     for strategy in ordered(strategies):
+        known = len(program.notes)
         strategy.apply(program)
+        program.applied_notes[strategy.name] = tuple(program.notes[known:])
 
 
 def begin(strategies: Iterable[Strategy], program: Program) -> None:

@@ -22,6 +22,10 @@ _OURS = tuple(f"{Path(__file__).parents[1] / package}/" for package in ("strateg
 _STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
+class CannotCapture(RuntimeError):
+    """A step that no CUDA graph can stand for; the message says why."""
+
+
 @functools.cache
 def of_the_compiler() -> tuple[type[BaseException], ...]:
     """Private to torch, which has no public names for them:

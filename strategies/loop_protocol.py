@@ -61,7 +61,8 @@ RunMicroBatch = Callable[[MicroBatch], dict[str, Any]]
 
 
 class StepHook:
-    """One of the things that stand around a step, see ``trainer.session``; what it leaves out does nothing."""
+    """One of the things that stand around a step, in the list that ``CompiledTraining`` makes; what it leaves out does
+    nothing."""
 
     def before(self, batch: Any) -> None:
         """A micro-batch is on the device and about to run."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from strategies.base import Program, Stage, Strategy, is_ancestor, wrong
+from strategies.base import Program, Stage, Strategy, wrong
 from strategies.compile_options import ModuleRequest, suggestion
 
 HOW = ("whole", "regional", "off")
@@ -68,6 +68,7 @@ class Modular(Strategy):
     def apply(self, program: Program) -> None:
         """Raise ValueError for a key that matches nothing or several declared names, and for parts of which one holds
         the other, before anything is compiled."""
+        from strategies.region import is_ancestor
         from strategies.regions import compile_regions
 
         targets = {name: _resolve(program, name) for name in self.parts}
@@ -89,6 +90,7 @@ class Modular(Strategy):
 
     def _owners(self, program: Program, targets: Mapping[str, list[str]], off: Mapping[str, str]) -> dict[str, str]:
         """The part that each compiled submodule belongs to."""
+        from strategies.region import is_ancestor
         from strategies.regions import callable_paths
 
         owners: dict[str, str] = {}
@@ -186,6 +188,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 def _blocks(program: Program, paths: Iterable[str], name: str) -> list[str]:
     """Blocks and declared parts at or below ``paths``; blocks are found where the task declares none there."""
+    from strategies.region import is_ancestor
     from strategies.regions import containers_for, expand_blocks
 
     regions: list[str] = []

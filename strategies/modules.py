@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
-from strategies.base import Program, Stage, Strategy, wrong
+from strategies.base import Found, Program, Stage, Strategy, wrong
 from strategies.compile_options import ModuleOptions
 
 HOW = ("mark", "always", "automatic")
@@ -82,7 +83,7 @@ class Regional(ModuleOptions):
         return blocks, parts
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import Found, compile_children, compile_regions
+        from strategies.regions import compile_children, compile_regions
 
         try:
             blocks, parts = self.paths(program)
@@ -102,7 +103,7 @@ class Regional(ModuleOptions):
             )
         compile_regions(program, self, list(dict.fromkeys([*blocks, *parts])), small=True)
         if self.blocks is None and not program.blocks:
-            program.found = Found(self, tuple(blocks), small=True)
+            program.found = Found(self.name, tuple(blocks), partial(compile_regions, program, self, small=True))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,7 +131,8 @@ class Dynamic(Strategy):
             raise wrong("compile.dynamic", "multiple", self.multiple, "must be at least 1")
 
     def apply(self, program: Program) -> None:
-        from strategies.padding import Marks, Padding, require_ragged, table_sizes
+        from strategies.base import Padding
+        from strategies.padding import Marks, require_ragged, table_sizes
 
         require_ragged(program.ragged, self.name)
         tables = table_sizes(program.module)

@@ -10,12 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import math
 import operator
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,46 +20,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from strategies.base import Ragged
-
-
-@dataclass(kw_only=True, slots=True)
-class Padding:
-    """Filled in by the strategy; the trainer rebuilds the loaders by it and fills in what only the data can tell."""
-
-    name: str
-    """Name of the strategy, for messages and for its part of ``Program.report``."""
-    ragged: tuple[Ragged, ...]
-    """The batch's tensors that are padded."""
-    multiple: int = 1
-    """Every edge is a multiple of this; so is what a batch longer than the last edge is padded to."""
-    choose_edges: Callable[[Sequence[int]], tuple[int, ...]] | None = None
-    """Lengths of the training examples to ascending edges; None: batches stay, only padded up to ``multiple``."""
-    tables: tuple[int, ...] = ()
-    """Sizes at which a position table may end; nothing is padded beyond one that it fits into, be it a multiple or
-    not."""
-    tokens_per_batch: int | None = None
-    """Positions a training batch, padding included: shorter buckets have more rows; None: the loader's own rows."""
-    warm: bool = False
-    """Whether the first batches of a training should be one of each shape."""
-    on_recompile: str = "warn"
-    """``fail`` or ``warn``: what compiles once all shapes have come ends the run, or is reported."""
-    edges: tuple[int, ...] = ()
-    """Ascending; filled in when the loaders are built (before the first batch), empty without ``choose_edges``."""
-    batch_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Rows of the training batches on this process by edge that occurs, most first; filled in like ``edges``."""
-    dynamic: bool | None = None
-    """What ``dynamic=null`` of a module strategy stands for."""
-    around_region: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """Wraps the compiled call of each region in code that runs eagerly."""
-    observe: Callable[[Any], None] | None = None
-    """Called with every batch once it is on its device, before the module sees it; None: nobody wants to know."""
-    seen: Callable[[], dict[str, Any]] | None = None
-    """Figures of the batches that were really handed out, for the report; filled in like ``edges``."""
-
-    @property
-    def edge_of(self) -> Callable[[int], int]:
-        """``edge_of`` with what is known by now; it goes to data workers without the rest."""
-        return partial(edge_of, edges=self.edges, multiple=self.multiple, tables=self.tables)
 
 
 def require_ragged(ragged: Sequence[Ragged], name: str, instead: str = "") -> None:
@@ -73,20 +30,6 @@ def require_ragged(ragged: Sequence[Ragged], name: str, instead: str = "") -> No
             "Declaration(ragged=...), a Lightning project in Compile(ragged=[('tokens', 1)]): field of the batch "
             f"and dimension that holds positions{instead}"
         )
-
-
-def edge_of(length: int, edges: Sequence[int], multiple: int, tables: Sequence[int] = ()) -> int:
-    """The first of ``edges`` that is at least ``length``; beyond the last one, the next multiple or end of a table."""
-    place = bisect_left(edges, length)
-    if place < len(edges):
-        return edges[place]
-    beyond = math.ceil(length / multiple) * multiple
-    return min(beyond, end_of_table(length, tables) or beyond)
-
-
-def end_of_table(longest: int, tables: Sequence[int]) -> int | None:
-    """Most positions that a batch of ``longest`` may be padded to: the first of ``tables`` that it fits into."""
-    return next((size for size in tables if size >= longest), None)
 
 
 def table_sizes(module: nn.Module) -> tuple[int, ...]:

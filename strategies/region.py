@@ -50,6 +50,11 @@ class State(StrEnum):
     FAILED = "failed"
 
 
+def is_ancestor(outer: str, path: str) -> bool:
+    """Whether the submodule at ``path`` is the one at ``outer`` or lies in it; paths as in ``named_modules``."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
 _SERIAL = itertools.count()
 
 
@@ -152,6 +157,11 @@ class Kind:
             code = _call.__code__.replace(**changes)
             self._codes[layout] = types.FunctionType(code, _call.__globals__, code.co_name)
         return self._codes[layout]
+
+    @property
+    def codes(self) -> list[types.FunctionType]:
+        """All that ``code`` has returned."""
+        return list(self._codes.values())
 
     def update_states(self) -> list[Region]:
         """Between two steps: take what its checks have found; returns the regions that have another state by it."""
@@ -588,6 +598,13 @@ class Region(StandIn):
                 self._compiled = self._deriving(self._compiled)
         return self._compiled
 
+    @property
+    def has_code(self) -> bool:
+        """Whether Dynamo holds what was compiled of its own call, in this training or an earlier one."""
+        functions = [self.module.forward] if self.is_sharded else self.of.codes
+        codes = [one.__code__ for one in functions if hasattr(one, "__code__")]
+        return any(eval_frame._debug_get_cache_entry_list(code) for code in codes)
+
     def _seen_deriving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The real call, in eager, which shows by which of its arguments the forward takes gradients."""
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -844,3 +861,46 @@ def plain(regions: Iterable[Region]) -> Iterator[None]:
     finally:
         for region, inside in before:
             region._inside = inside
+
+
+# ---- methods as regions ----------------------------------------------------------------------------------------------
+
+
+class Method(nn.Module):
+    """A method of ``owner`` as a module of its own, with the owner's weights. It is no part of the owner."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner = owner
+        self.function = getattr(type(owner), name)
+
+    @property
+    def training(self) -> bool:
+        return self.owner.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        """The owner's counts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.owner, *args, **kwargs)
+
+
+class MethodRegion(Region):
+    """While it stands, the owner's attribute of the method's name is what is compiled."""
+
+    module: Method
+
+    def replace_call(self, standing: bool) -> None:
+        """The method is an attribute of the owner's own meanwhile, found before that of its class."""
+        super().replace_call(standing)
+        attributes, name = vars(self.module.owner), self.path.rpartition(".")[2]
+        if standing:
+            attributes[name] = self.module
+        elif attributes.get(name) is self.module:
+            del attributes[name]
+
+
+def submodules(regions: Iterable[Region]) -> list[Region]:
+    """Those of ``regions`` that are submodules, not methods."""
+    return [one for one in regions if not isinstance(one, MethodRegion)]

@@ -6,9 +6,9 @@ import contextlib
 import types
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from strategies.base import CannotCapture, Program, is_ancestor
+from strategies.base import Found, Program
+from strategies.compile_errors import CannotCapture
 from strategies.compile_options import ModuleOptions, ModuleRequest, suggestion
-from strategies.region import Kind, Region, State, plain
+from strategies.region import Kind, Method, MethodRegion, Region, State, is_ancestor, plain
 
 RECOMPILE_LIMIT = 64
 """Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
@@ -186,16 +187,6 @@ def containers_for(program: Program, name: str, blocks: Sequence[str] | None = N
 # ---- what is called --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Modules that a strategy has chosen by itself, from how the module is built and not from how it is called."""
-
-    request: ModuleOptions
-    paths: tuple[str, ...]
-    small: bool
-    """As in ``compile_regions``."""
-
-
 def compile_children(program: Program, request: ModuleOptions) -> list[str]:
     """Hand each child of the module that owns parameters to the compiler; returns their paths. Where there is none, the
     strategy runs eager."""
@@ -206,7 +197,7 @@ def compile_children(program: Program, request: ModuleOptions) -> list[str]:
     compiled = callable_paths(program.module, paths)
     for path in compiled:
         compile_regions(program, request, [path], small=False)
-    program.found = Found(request, tuple(compiled), small=False)
+    program.found = Found(request.name, tuple(compiled), partial(compile_regions, program, request, small=False))
     return paths
 
 
@@ -391,41 +382,6 @@ def _in_capture() -> bool:
 # ---- methods as regions ----------------------------------------------------------------------------------------------
 
 
-class Method(nn.Module):
-    """A method of ``owner`` as a module of its own, with the owner's weights. It is no part of the owner."""
-
-    def __init__(self, owner: nn.Module, name: str) -> None:
-        super().__init__()
-        self.owner = owner
-        self.function = getattr(type(owner), name)
-
-    @property
-    def training(self) -> bool:
-        return self.owner.training
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        """The owner's counts."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.owner, *args, **kwargs)
-
-
-class MethodRegion(Region):
-    """While it stands, the owner's attribute of the method's name is what is compiled."""
-
-    module: Method
-
-    def replace_call(self, standing: bool) -> None:
-        """The method is an attribute of the owner's own meanwhile, found before that of its class."""
-        super().replace_call(standing)
-        attributes, name = vars(self.module.owner), self.path.rpartition(".")[2]
-        if standing:
-            attributes[name] = self.module
-        elif attributes.get(name) is self.module:
-            del attributes[name]
-
-
 def compile_method(program: Program, path: str, request: ModuleRequest) -> None:
     """Hand the method at ``path`` (``method``, or ``submodule.method``) to the compiler. Raises ValueError, naming
     what there is, where there is none."""
@@ -444,8 +400,3 @@ def compile_method(program: Program, path: str, request: ModuleRequest) -> None:
         )
     method = type(name, (Method,), {})(owner, name)  # a class of its own, by which kinds are told apart
     add_region(program, path, method, request.compile_arguments(), MethodRegion)
-
-
-def submodules(regions: Iterable[Region]) -> list[Region]:
-    """Those of ``regions`` that are submodules, not methods."""
-    return [one for one in regions if not isinstance(one, MethodRegion)]

@@ -8,6 +8,7 @@ import functools
 import os
 import socket
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import trace_rules
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo import convert_frame, trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch.torch_version import TorchVersion
 
@@ -581,6 +583,24 @@ def _elsewhere(effects: Any, remember: Remember) -> Iterator[str]:
         changed = None if isinstance(variable, NewGlobalVariable) else objects.get(keys[id(variable)])
         if not remember(changed, stored):
             yield name
+
+
+# ---- what Dynamo keeps of this process -------------------------------------------------------------------------------
+
+
+def compiled_codes() -> list[types.CodeType]:
+    """The code of which Dynamo has compiled something in this process."""
+    tracked = (*convert_frame.input_codes.seen, *convert_frame.output_codes.seen)
+    return [code for one in tracked if (code := one()) is not None]
+
+
+def forget_compiled(kept: Iterable[types.CodeType]) -> None:
+    """Let Dynamo forget what it has compiled of all code but what is ``kept``, which is somebody else's.
+    ``torch.compiler.reset`` would forget everything. Tried: torch 2.15."""
+    others = {id(code) for code in kept}
+    for code in compiled_codes():
+        if id(code) not in others:
+            reset_code(code)
 
 
 # ---- custom autograd.Function classes that Dynamo does not trace -----------------------------------------------------

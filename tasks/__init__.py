@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tasks.base import BatchCounts, Declaration, Task
-from tasks.captioning.task import CaptionerSize, Captioning, Coco, Lognormal, Shapes
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Captioning, Coco, Lognormal, Shapes
 from tasks.forces.task import Forces
 from tasks.image_classification.task import ImageClassification, ImageFolder, LabelledShapes
 from tasks.language.sources import Stdlib, TextFiles

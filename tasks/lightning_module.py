@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import lightning as L
 import torch
@@ -26,9 +26,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tasks.special_tokens import IGNORED
-
-if TYPE_CHECKING:
-    from tasks.base import TrainedTask
 
 LARGE = 1_000_000_000
 """Parameters from which on weights are drawn on the device whatever it is: a host takes minutes for them."""
@@ -44,6 +41,29 @@ _counted: dict[str, tuple[int, int, int] | None] = {}
 """Operations by task."""
 
 
+class Recipe(Protocol):
+    """What is read here of a task, which is a ``tasks.base.TrainedTask``: that says what the members mean."""
+
+    accuracy: ClassVar[str]
+    derives: ClassVar[bool]
+    embeds: ClassVar[bool]
+    inputs: ClassVar[tuple[str, ...]]
+    initialise: str
+    learning_rate: float | None
+    warmup_steps: int
+    weight_decay: float
+
+    def build_net(self) -> nn.Module: ...
+
+    def counted_net(self) -> nn.Module: ...
+
+    def default_learning_rate(self) -> float: ...
+
+    def example(self, rows: int, positions: int) -> tuple[Tensor | None, ...]: ...
+
+    def max_positions(self) -> int | None: ...
+
+
 class ScoredModule(L.LightningModule):
     """Trains ``net``, which may be without memory until ``configure_model``, by the recipe.
 
@@ -51,7 +71,7 @@ class ScoredModule(L.LightningModule):
     logs ``val/loss`` and the share of right predictions, once.
     """
 
-    def __init__(self, task: TrainedTask, *, max_steps: int) -> None:
+    def __init__(self, task: Recipe, *, max_steps: int) -> None:
         """Build the network of ``task``; its weights come now, or in ``configure_model`` on the device under the seed
         that torch has now, see ``start``. ``max_steps``: length of the schedule in optimizer steps."""
         super().__init__()
@@ -176,7 +196,7 @@ def is_on_meta(net: nn.Module) -> bool:
     return any(tensor.is_meta for tensors in (net.parameters(), net.buffers()) for tensor in tensors)
 
 
-def operations(task: TrainedTask) -> tuple[int, int, int] | None:
+def operations(task: Recipe) -> tuple[int, int, int] | None:
     """Floating-point operations of forward, loss and backward: of an example, of each of its positions, and of each
     pair of positions that attend to each other.
 
@@ -200,7 +220,7 @@ def operations(task: TrainedTask) -> tuple[int, int, int] | None:
     return _counted[key]
 
 
-def _count(task: TrainedTask, rows: int, positions: int) -> int:
+def _count(task: Recipe, rows: int, positions: int) -> int:
     """Operations of a batch. No weight, no random state and no device is touched."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         net = task.counted_net().train()

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from strategies import STRATEGIES
 from strategies.base import Strategy
-from tasks.captioning.task import CaptionerSize
+from tasks.captioning.size import CaptionerSize
 from tests.conftest import hydra_put_back
 from trainer import CONF
 from trainer.config import known_options, register, to_config

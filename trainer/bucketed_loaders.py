@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from strategies import Program, Ragged
+from strategies.base import Padding
 from strategies.buckets.batches import (
     BucketBatchSampler,
     PaddingCollate,
@@ -31,7 +32,7 @@ from strategies.buckets.batches import (
     with_buckets,
     with_collate,
 )
-from strategies.padding import Padding, length_of, to_edge, used_length
+from strategies.padding import length_of, to_edge, used_length
 from trainer.loops.lightning_internals import replaced
 
 MEASURED_AT_ONCE = 64

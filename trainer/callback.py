@@ -24,7 +24,7 @@ from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.distributed import EpochEnds, SigtermAgreement, epoch_ends
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.lightning_internals import lightning_classes, replaced
+from trainer.loops.lightning_internals import lightning_classes, replaced, sigterm_kept
 from trainer.loops.rank_consistency import code_of, compare_facts
 from trainer.loops.rank_failures import STILL_SECONDS, Deadline, Failures
 from trainer.loops.training_info import TrainingInfo
@@ -71,7 +71,7 @@ class Compile(CompiledTraining, L.Callback):
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, by ``copy`` or ``pickle``, has the same settings, and nothing of a training: libraries copy the
         callbacks that they are given."""
-        return functools.partial(type(self), **{**self._arguments, "record": None}), ()
+        return functools.partial(type(self), **{**self._given.arguments, "record": None}), ()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Apply the strategies once the module's own ``setup`` and ``configure_model`` have built what is compiled."""
@@ -82,6 +82,7 @@ class Compile(CompiledTraining, L.Callback):
         if trainer.world_size > 1:
             self._compare_processes(trainer, pl_module)
             if stage == "fit":  # under an owner too, whose own handlers come with the first step
+                self._settings.enter_context(sigterm_kept(trainer))
                 self._sigterm = SigtermAgreement(trainer)
         # Before weights are sharded or wrapped, Lightning has no hook of a callback that comes after those two.
         undo = self._settings.enter_context(contextlib.ExitStack())
@@ -149,8 +150,8 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Its shapes have all come."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and self._recompiles is not None:
-            self._recompiles.validated()
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.evaluation_over()
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

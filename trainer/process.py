@@ -253,7 +253,8 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
     def short(message: Any, category: Any, file: str, *place: Any) -> str:
         return f"warning: {message}\n" if file.startswith(PACKAGES) else formatted(message, category, file, *place)
 
-    torch.set_float32_matmul_precision(config.matmul_precision)
+    if config.matmul_precision != matmul:  # to set what is there is a change to Dynamo, which compiles again
+        torch.set_float32_matmul_precision(config.matmul_precision)
     for name in LIGHTNING_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
@@ -268,7 +269,8 @@ def process_settings(config: TrainerConfig) -> Iterator[None]:
             yield
     finally:
         warnings.formatwarning = formatted
-        torch.set_float32_matmul_precision(matmul)
+        if torch.get_float32_matmul_precision() != matmul:
+            torch.set_float32_matmul_precision(matmul)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
 

@@ -21,7 +21,8 @@ from rich.markup import escape
 from scripts.arguments import composed_training, exit_code, parser
 from scripts.bisect.search import MAX_SHAPES, ComparedModule, Report, named, searched
 from strategies import Modular, Stage, Strategy
-from strategies.base import is_ancestor, label
+from strategies.base import label
+from strategies.region import is_ancestor
 from trainer.advice import program
 from trainer.process import StopRequest, quick_exit, uninterrupted_import
 from trainer.telemetry.serialization import counted

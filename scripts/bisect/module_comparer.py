@@ -25,12 +25,12 @@ from torch.utils import _pytree as pytree
 from scripts.bisect.search import MAX_SHAPES, ComparedModule, Report, all_of, searched
 from scripts.explain.run import training
 from strategies import Program, Stage, Strategy
-from strategies.base import apply, compiler_settings, is_ancestor
+from strategies.base import apply, compiler_settings
 from strategies.compile_errors import one_line
-from strategies.region import Checking
+from strategies.region import Checking, is_ancestor, submodules
 from strategies.region_check import check_call
 from strategies.region_state import RegionState
-from strategies.regions import compile_in_place, never_called, submodules
+from strategies.regions import compile_in_place, never_called
 from strategies.tolerance import rounding_unit
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer

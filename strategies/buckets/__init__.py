@@ -65,7 +65,8 @@ class Buckets(Strategy):
 
     def apply(self, program: Program) -> None:
         """Say how batches are grouped and padded. Raises ValueError when no tensor is declared ragged."""
-        from strategies.padding import Padding, require_ragged, table_sizes
+        from strategies.base import Padding
+        from strategies.padding import require_ragged, table_sizes
 
         if not program.ragged and not self.required:
             program.notes.append("buckets: left out, no tensor of the batch is declared ragged")
@@ -99,8 +100,8 @@ class Buckets(Strategy):
 
     def _choose(self, lengths: Sequence[int], *, program: Program) -> tuple[int, ...]:
         """Edges for examples of ``lengths``, at which cuDNN's attention is right; given ones stay, with a note."""
+        from strategies.base import end_of_table
         from strategies.buckets.batches import clear_of_64, optimal
-        from strategies.padding import end_of_table
 
         assert program.padding is not None
         multiple, limit = self.multiple, end_of_table(max(lengths, default=0), program.padding.tables)

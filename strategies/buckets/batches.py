@@ -24,7 +24,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from strategies.padding import Padding, length_of, to_edge, used_length
+from strategies.base import Padding
+from strategies.padding import length_of, to_edge, used_length
 
 
 class PlannedBatch(list[Any]):

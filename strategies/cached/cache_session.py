@@ -21,20 +21,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from strategies.cached.store import Bundle, Refused, distrust_of, read_libraries
+from strategies.cached.store import ArtifactStore, Bundle, Refused, distrust_of, read_libraries
 from strategies.compile_errors import one_line
 from strategies.loop_protocol import gathered
 from strategies.torch_patches import compiling_in
 
 if TYPE_CHECKING:
     from strategies.base import Program
-    from strategies.cached import Cached
 
 MIB = 1 << 20
 MAX_NAMED = 5
@@ -44,13 +43,26 @@ REVISION = 5
 T = TypeVar("T")
 
 
+class Options(Protocol):
+    """What is read here of ``Cached``, which says what it means."""
+
+    name: ClassVar[str]
+    max_gib: float
+    timeout_seconds: float
+
+    @property
+    def url_used(self) -> str: ...
+
+    def store(self) -> ArtifactStore: ...
+
+
 class Session:
     """From here to ``close``, Inductor and Triton compile into a directory of this run's own.
 
     Of the processes of one host that train one program together, the first fetches and stores; all use its directory.
     """
 
-    def __init__(self, options: Cached, program: Program) -> None:
+    def __init__(self, options: Options, program: Program) -> None:
         """Fetch, verify and hand to torch what the store holds for ``program``. Raises what keeps it from having a
         directory, on all processes of the group."""
         self._options, self._program = options, program

@@ -18,14 +18,13 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from strategies.base import CannotCapture, is_ancestor
-from strategies.compile_errors import first_line, is_out_of_memory
+from strategies.compile_errors import CannotCapture, first_line, is_out_of_memory
 from strategies.cuda_graph.host_recorder import HostRecorder
 from strategies.cuda_graph.host_state import EQUAL, HostState
 from strategies.cuda_graph.step_graphs import (
@@ -37,16 +36,15 @@ from strategies.cuda_graph.step_graphs import (
     not_strided,
     why_not_captured,
 )
-from strategies.region import Check, StandIn, is_looked_at, plain
+from strategies.region import Check, Checking, Region, StandIn, is_ancestor, is_looked_at, plain, submodules
 from strategies.region_check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
 from strategies.region_state import RegionState
-from strategies.regions import submodules
 from strategies.tolerance import MULTIPLES
 from strategies.torch_patches import as_capturing
 
 if TYPE_CHECKING:
-    from strategies.base import Program
     from strategies.cuda_graph.step_graphs import CompiledParts, Engine
+    from strategies.loop_protocol import Loop
 
 FIRST_CALLS = 2
 """Calls of one kind that run without a graph before one is captured: kernels are loaded, inner regions proven."""
@@ -640,6 +638,18 @@ class _Noting:
 # ---- all of a training -----------------------------------------------------------------------------------------------
 
 
+class OfProgram(Protocol):
+    """What is read here of the ``Program`` whose steps they are."""
+
+    module: nn.Module
+    sharded: bool
+    loop: Loop | None
+    regions: list[Region]
+    checking: Checking
+    notes: list[str]
+    given_up: dict[str, str]
+
+
 class NetworkGraphs:
     """The captured modules of one training.
 
@@ -668,14 +678,14 @@ class NetworkGraphs:
         self.unreadable_types: Callable[[], Any] = dict
         self.mode = "on"
         self.steady = False
-        self._program: Program | None = None
+        self._program: OfProgram | None = None
         self._parts: CompiledParts | None = None
         self._regions: tuple[str, ...] = ()
         self._reason = ""
         """Why no step is captured as a whole."""
         self._active = False
 
-    def begin(self, program: Program, parts: CompiledParts, unreadable: Callable[[], Any], mode: str) -> None:
+    def begin(self, program: OfProgram, parts: CompiledParts, unreadable: Callable[[], Any], mode: str) -> None:
         """Find the modules that may be captured."""
         self._program, self._parts, self.unreadable_types, self.mode = program, parts, unreadable, mode
         self.notes = program.notes

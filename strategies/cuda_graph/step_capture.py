@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from strategies.base import CannotCapture, Program, eager
-from strategies.compile_errors import root_of
+from strategies.base import Program, eager
+from strategies.compile_errors import CannotCapture, root_of
 from strategies.compiler_warmup import collected_later
 from strategies.cuda_graph.batch_index import IndexWatch
 from strategies.cuda_graph.host_recorder import HostRecorder

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from strategies.base import CannotCapture
-from strategies.compile_errors import first_line, users_line
+from strategies.compile_errors import CannotCapture, first_line, users_line
 from strategies.cuda_graph.host_state import HostState
 from strategies.cuda_graph.recorded_step import Left, RecordedStep, StepRecorder
 from strategies.tolerance import Difference, exceeding

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from strategies.base import CannotCapture
-from strategies.compile_errors import is_compile_error, one_line
+from strategies.compile_errors import CannotCapture, is_compile_error, one_line
 from strategies.optimizer.calls import FORMS, WITH_TENSOR_BETAS, Call, Lists, Reader, layouts, overlapping
 from strategies.optimizer.step import DeviceScalar, NotCompiled, OwnStep, Update, looked_into
 from strategies.optimizer.update_check import NO_MEMORY, Sample, compared, fits_memory, sample_of

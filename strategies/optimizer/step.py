@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._dynamo import eval_frame
 from torch._dynamo.utils import counters
 
-from strategies.base import CannotCapture, has_another_step
-from strategies.compile_errors import is_compile_error, one_line
+from strategies.base import has_another_step
+from strategies.compile_errors import CannotCapture, is_compile_error, one_line
 from strategies.optimizer.update_check import NO_MEMORY, Unlowered, fits_memory, in_float64
 from strategies.region import Check, Checking, State
 from strategies.region_check import Outcome

@@ -11,17 +11,13 @@ E image width, S text positions, D text width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
+from tasks.captioning.size import CaptionerSize
 from tasks.lightning_module import Attention, Scores, ScoringTail, TextEmbedding, draw_weights, mlp
 from tasks.special_tokens import PAD
-
-if TYPE_CHECKING:
-    from tasks.captioning.task import CaptionerSize
 
 
 class CaptionNet(nn.Module):

@@ -12,7 +12,8 @@ from torch.fx import GraphModule
 
 from strategies import Program
 from tasks import Declaration
-from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Captioning
 from tests.strategies import backends
 
 Batch = tuple[Tensor, Tensor]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Ragged
-from strategies.padding import Padding, edge_of, length_of, table_sizes, to_edge
+from strategies.base import Padding, edge_of
+from strategies.padding import length_of, table_sizes, to_edge
 
 TOKENS = torch.arange(1, 11).reshape(2, 5)
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Dynamic, Program, Ragged, Regional, Strategy, Whole
-from strategies.base import apply
-from strategies.padding import edge_of
+from strategies.base import apply, edge_of
 from tests.strategies import backends
 from tests.strategies.conftest import in_force
 

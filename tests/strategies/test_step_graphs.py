@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.base import CannotCapture
+from strategies.compile_errors import CannotCapture
 from strategies.cuda_graph.host_state import HostState, named
 from strategies.cuda_graph.recorded_step import StepRecorder
 from strategies.cuda_graph.step_graphs import (

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tasks import Task
 from tasks.captioning.model import CaptionNet
-from tasks.captioning.task import CaptionerSize
+from tasks.captioning.size import CaptionerSize
 from tests.trainer.lightning_modules import quiet_trainer
 
 

@@ -14,7 +14,8 @@ from torchvision.models import VisionTransformer, vit_b_16
 
 from tasks.captioning.data import CaptionBatch
 from tasks.captioning.model import CaptionNet, ImageEncoder
-from tasks.captioning.task import CaptionerSize, Captioning
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Captioning
 from tests.tasks.conftest import counted_flops
 
 BASE = Path(__file__).resolve().parents[2] / "conf" / "task" / "size" / "base.yaml"

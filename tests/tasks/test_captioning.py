@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tasks.captioning.task import CaptionerSize, Captioning, Shapes
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Captioning, Shapes
 from tests.tasks.conftest import fit, opened
 
 

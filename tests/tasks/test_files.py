@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.captioning.task import CaptionData, CaptionerSize, Captioning, Coco
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import CaptionData, Captioning, Coco
 from tasks.images import read_image
 from tests.tasks.conftest import opened
 

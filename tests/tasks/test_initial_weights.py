@@ -14,7 +14,8 @@ from strategies.cached.cache_session import model_digest
 from tasks import TASKS, Task
 from tasks import lightning_module as modules
 from tasks.base import TrainedTask
-from tasks.captioning.task import CaptionerSize, Shapes
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Shapes
 from tasks.image_classification.task import LabelledShapes
 from tasks.language.sources import Stdlib
 from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tasks import Task
-from tasks.captioning.task import CaptionerSize, Captioning, Shapes
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Captioning, Shapes
 from tasks.resumable_data import ResumableSampler
 from tests.tasks.conftest import fit, opened
 

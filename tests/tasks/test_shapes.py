@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.captioning.task import CaptionerSize, Captioning, Lognormal, Shapes
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Captioning, Lognormal, Shapes
 from tasks.resumable_data import load_tokenizer, train_tokenizer
 from tests.tasks.conftest import opened
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.strategies.modules import Block
+from trainer.loops.compiled_training import CompiledTraining
 
 
 class Blocks(L.LightningModule):
@@ -55,6 +56,12 @@ class StopsWhen(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(self._over(), all=True)
+
+
+def has_chosen(compile_: CompiledTraining) -> bool:
+    """Whether the chooser of the training under way has decided."""
+    chooser = None if compile_.session is None else compile_.session.hooks.chooser
+    return chooser is not None and chooser.decided
 
 
 def quiet_trainer(**options: Any) -> L.Trainer:

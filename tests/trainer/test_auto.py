@@ -14,7 +14,7 @@ from strategies.cached.cache_session import fingerprint_of
 from strategies.cuda_graph.step_graphs import StepGraphs
 from strategies.modules import Auto
 from tests.processes import Pair
-from tests.trainer.lightning_modules import Blocks, StopsWhen, fit
+from tests.trainer.lightning_modules import Blocks, StopsWhen, fit, has_chosen
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
 from tests.trainer.simulated import steps_take
@@ -265,7 +265,7 @@ def on_a_rank(folder: Path) -> tuple[list[tuple[Any, ...]], float]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         steps_take(monkeypatch, eager=1.0, regional=0.5)
         compile_ = auto(candidates=["regional"])
-        decided = StopsWhen(lambda: bool(compile_._chooser and compile_._chooser.decided))
+        decided = StopsWhen(lambda: has_chosen(compile_))
         options = {"devices": 2, "strategy": "ddp", "max_steps": 2_000, "max_epochs": -1}
         losses = fit(Blocks(), folder, [compile_, decided], **options)
     table = compile_.record.report["auto"]["table"]

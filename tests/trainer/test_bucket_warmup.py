@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from strategies import Buckets, Program, Ragged, Regional
-from strategies.padding import Padding
+from strategies.base import Padding
 from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 from trainer.guards.recompiles import RecompileError, RecompileGuard

@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from strategies import Buckets, Dynamic, Strategy
-from strategies.padding import edge_of, table_sizes
+from strategies.base import edge_of
+from strategies.padding import table_sizes
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.ragged_modules import RAGGED, TextData, TextModel, Texts, TextsWithLengths, collate, fit
 from trainer.bucketed_loaders import known_lengths

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from strategies import Buckets
-from tasks.captioning.task import CaptionerSize, Captioning, Shapes
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Captioning, Shapes
 from tests.processes import Pair
 from tests.trainer.ragged_modules import RAGGED, TextData, Texts, fit
 from tests.trainer.runs import last_checkpoint, train

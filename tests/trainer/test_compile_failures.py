@@ -58,6 +58,15 @@ def test_code_compiled_earlier_in_the_process_does_not_pass_for_compiled(tmp_pat
     assert (compile_.record.regions_compiled, compile_.record.ended_in_eager) == (0, True)
 
 
+def test_what_an_earlier_training_of_the_module_compiled_counts_again(tmp_path: Path) -> None:
+    compile_, module = Compile([Regional(backend="aot_eager")]), Blocks()
+    fit(module, tmp_path, [compile_])
+    first = compile_.record
+    fit(module, tmp_path, [compile_])
+    again = compile_.record
+    assert [(one.regions_compiled, one.graphs) for one in (first, again)] == [(3, first.graphs), (3, 0)]
+
+
 class NeverCalled(Blocks):
     """Its step goes around the blocks."""
 

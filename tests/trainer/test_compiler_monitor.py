@@ -205,6 +205,24 @@ def test_figures_count_from_the_start_of_the_watch_to_its_stop(watch: CompilerMo
     assert (watch.compilations, later.compilations) == (compiled, 0)
 
 
+def test_what_is_compiled_is_told_by_run(watch: CompilerMonitor) -> None:
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    module = Doubling()
+    module.compile(backend="eager")
+    module(torch.ones(3))
+    assert watch.compiled(module)
+    later = CompilerMonitor()
+    later.start()
+    module(torch.ones(3))
+    assert not later.compiled(module), "of which this run knows nothing"
+    assert later.compiled(module, held=True)
+    assert later.compiled(Doubling(), splits=True), "what it calls may be what was compiled before"
+    later.stop()
+
+
 def test_compiled_code_is_told_from_code_that_stayed_eager(watch: CompilerMonitor) -> None:
     class Doubling(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -135,11 +135,14 @@ def told_to_stop(folder: str, strategy: str, record: RunRecord | None) -> tuple[
     options: dict[str, Any] = {"devices": 2, "strategy": DDP() if strategy == "ours" else strategy}
     trainer = quiet_trainer(max_steps=9, callbacks=callbacks, default_root_dir=folder, **options)
     batches = DataLoader(TensorDataset(torch.randn(80, 8), torch.randn(80, 1)), batch_size=4)
+    ended = ""
     try:
         trainer.fit(Blocks(), batches)
     except SIGTERMException:
-        return "SIGTERM", trainer.global_step
-    return "", trainer.global_step
+        ended = "SIGTERM"
+    own = {*vars(trainer._signal_connector), *vars(trainer.fit_loop.epoch_loop)}
+    assert not own & {"_sigterm_notifier_fn", "_broadcast_sigterm_tensor"}, "the Trainer has its own back"
+    return ended, trainer.global_step
 
 
 @pytest.mark.parametrize("strategy", ["ours", "ddp"])

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader, TensorDataset
 
 from scripts import compare as command
@@ -126,7 +127,13 @@ def test_everything_is_afterwards_as_it_was() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     random, drawn, environment = torch.get_rng_state(), generator.get_state(), dict(os.environ)
     settings = torch.get_float32_matmul_precision(), torch.is_grad_enabled(), signal.getsignal(signal.SIGINT)
-    compare(module, loader(generator=generator), [Whole(backend="eager")], quiet=True, **SHORT)
+    counter = CompileCounter()
+    own = torch.compile(lambda x: 2 * x, backend=counter)
+    own(torch.ones(3))
+    found = compare(module, loader(generator=generator), [Whole(backend="eager")], quiet=True, **SHORT)
+    own(torch.ones(3))
+    assert counter.frame_count == 1, "what was compiled before is there"
+    assert [one.graphs for one in records(found) if one.label == "whole"] == [1, 1], "each turn starts from nothing"
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())
     assert torch.equal(drawn, generator.get_state())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import queue
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from strategies import Checkpointing, Regional
+from strategies import Checkpointing, Program, Regional, Stage, Strategy
 from tests.strategies import backends
 from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
@@ -124,6 +125,37 @@ def test_another_fit_is_reported_as_the_first_one_and_has_measured_nothing_of_it
     assert "slowdown" not in again.report
     assert (first.report["parity"]["verdict"], first.report["parity"]["checks"]) == ("passed", 1)
     assert again.report["parity"]["reason"] == CHECKED_BEFORE
+
+
+@dataclass(kw_only=True, slots=True)
+class Store(Strategy):
+    """Opens something anew for each training, and says so in words of its own."""
+
+    name: ClassVar[str] = "store"
+    stage: ClassVar[Stage] = Stage.CACHE
+
+    def apply(self, program: Program) -> None:
+        program.notes.append("opened what is kept")
+
+    begin = apply
+
+
+@dataclass(kw_only=True, slots=True)
+class Layout(Strategy):
+    """Has a note that begins as one of ``Store`` might."""
+
+    name: ClassVar[str] = "layout"
+    stage: ClassVar[Stage] = Stage.ACTIVATIONS
+
+    def apply(self, program: Program) -> None:
+        program.notes.append("store: the weights lie in another order")
+
+
+def test_notes_of_another_fit_are_told_apart_by_who_wrote_them(tmp_path: Path) -> None:
+    compile_, module = Compile([Store(), Layout()]), Blocks()
+    for _ in range(2):
+        trainer(tmp_path, compile_, max_steps=2).fit(module, data())
+    assert compile_.record.notes == ["store: the weights lie in another order", "opened what is kept"]
 
 
 def test_evaluating_alone_leaves_no_record_and_does_not_touch_the_last_one(tmp_path: Path) -> None:

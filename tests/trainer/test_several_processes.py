@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 import tasks.lightning_module
 from strategies import Optimizer, Regional, regions
 from strategies.modules import Auto
-from tasks.captioning.task import CaptionerSize, Captioning, Shapes
+from tasks.captioning.size import CaptionerSize
+from tasks.captioning.task import Captioning, Shapes
 from tests.processes import Pair, on_ranks
 from tests.strategies import backends
 from tests.strategies.backends import Fault
 from tests.strategies.modules import Block
-from tests.trainer.lightning_modules import Blocks, StopsWhen, fit, quiet_trainer
+from tests.trainer.lightning_modules import Blocks, StopsWhen, fit, has_chosen, quiet_trainer
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from tests.trainer.runs import train
 from tests.trainer.simulated import steps_take
@@ -69,7 +70,7 @@ def trained(
     """What this process has to say about one training."""
     torch._dynamo.reset()
     compile_ = Compile(strategies, verbose=False, save=False, **options)
-    decided = StopsWhen(lambda: bool(compile_._chooser is not None and compile_._chooser.decided))
+    decided = StopsWhen(lambda: has_chosen(compile_))
     choosing = any(one.name == "auto" for one in strategies)
     error = None
     length = {"max_steps": 600 if choosing else -1 if isinstance(module, tuple(MANUAL_KINDS)) else STEPS}

@@ -15,19 +15,16 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program
-from strategies.base import is_ancestor
 from strategies.compile_errors import is_recompile_limit
 from strategies.loop_protocol import Loop, StepHook, gathered
 from strategies.optimizer.step import installed
-from strategies.region import Check, Kind, Region
-from strategies.regions import submodules
+from strategies.region import Check, Kind, Region, is_ancestor, submodules
 from strategies.tolerance import Difference
 from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
 from trainer.telemetry.telemetry import Telemetry
-from trainer.telemetry.tensorboard import TensorBoardPages
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.network import Network
@@ -61,14 +58,13 @@ class Checks(StepHook):
         program: Program,
         telemetry: Telemetry,
         record: RunRecord,
-        pages: TensorBoardPages | None,
         capture: StepCapture | None = None,
     ) -> None:
         self._capture = capture
         self._guarding, self._loop, self._program = guarding, loop, program
         self._compares = not program.sharded or program.checking.mode != "off"
         """Whether parameters are such that a region can run twice."""
-        self._telemetry, self._record, self._pages = telemetry, record, pages
+        self._telemetry, self._record = telemetry, record
         self._steps, self._began = 0, time.perf_counter()
         self._next_round = 2
         self._round: deque[Any] = deque()
@@ -337,10 +333,10 @@ class Checks(StepHook):
                 facts.verdict, facts.reason = "clean", None
             if facts.verdict == "clean":
                 facts.last_clean_step = step
-        if self._pages is not None and differences:
+        if (pages := self._telemetry.pages) is not None and differences:
             worst = max(one.share for one in differences)
             scalars = {"usage/audit_worst_of_tolerance": worst if worst < float("inf") else None}
-            self._pages.scalars({**scalars, "usage/audit_seconds": facts.seconds}, step)
+            pages.scalars({**scalars, "usage/audit_seconds": facts.seconds}, step)
 
     def _hold_copies(self, holds: bool) -> None:
         """Copies for a graph to repeat a step are made, or freed: their memory is no part of the run's own."""
@@ -430,7 +426,9 @@ class Checks(StepHook):
         missing = {
             one.path: one.reason if one.state == "failed" else _why_not_called(one) or CALLED_IN_VAIN
             for one in program.regions
-            if one.state == "failed" or not (one.called and compiler.compiled(one.module))
+            if one.state == "failed"
+            or not one.called
+            or not compiler.compiled(one.module, held=one.has_code, splits=not one.arguments.get("fullgraph"))
         }
         if self._record.regions is not None:
             done = len(program.regions) - len(missing)

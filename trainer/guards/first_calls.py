@@ -11,7 +11,7 @@ from typing import Any
 
 from strategies import Program
 from strategies.loop_protocol import Loop, StepHook, gathered
-from strategies.regions import CalledModules, compile_regions, instead_of, uncompile
+from strategies.regions import CalledModules, instead_of, uncompile
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 
@@ -68,11 +68,10 @@ class FirstCalls(StepHook):
             return
         self._telemetry.disturb()
         uncompile(program, [one for one in program.regions if one.path in gone])
-        for path in taken:
-            compile_regions(program, found.request, [path], small=found.small)
+        found.compile(taken)
         self._record.regions = len(program.regions)
         program.notes.append(
-            f"{found.request.name}: {_named(gone)} {'is' if len(gone) == 1 else 'are'} never called as a module; "
+            f"{found.name}: {_named(gone)} {'is' if len(gone) == 1 else 'are'} never called as a module; "
             f"compiling what is called instead: {', '.join(taken)}"
         )
 

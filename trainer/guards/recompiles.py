@@ -9,8 +9,9 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from strategies import Program
+from strategies.base import Padding
 from strategies.loop_protocol import Loop, StepHook
-from strategies.padding import Padding, length_of, tensor_of
+from strategies.padding import length_of, tensor_of
 from trainer.telemetry.compiler import CompilerMonitor
 
 COMPILING_BATCHES = 2

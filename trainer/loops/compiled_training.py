@@ -17,6 +17,7 @@ import copy
 import functools
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,12 @@ from torch import nn
 from strategies import Program, Ragged, Stage, Strategy
 from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, ordered
 from strategies.compiler_warmup import Preparation
-from strategies.loop_protocol import Loop, StepHook
+from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
 from strategies.regions import uncompile
 from strategies.tolerance import rounding_unit
 from trainer.advice import in_python, speaking_python
 from trainer.guards import Guarding
 from trainer.loops.training_info import NOT_STARTED, TrainingInfo
-from trainer.session import Session
 from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
@@ -43,12 +43,109 @@ if TYPE_CHECKING:
     from strategies.region import Kind, Region
     from trainer.auto.chooser import Chooser
     from trainer.guards.checks import Checks
+    from trainer.guards.first_calls import FirstCalls
     from trainer.guards.recompiles import RecompileGuard
+    from trainer.guards.timing import Timing
     from trainer.run_end import ScriptRun
 
 
+@dataclass(slots=True, kw_only=True)
+class Hooks:
+    """What stands around a step, the outermost first; None for what has nothing to do."""
+
+    chooser: Chooser | None = None
+    recompiles: RecompileGuard | None = None
+    first_calls: FirstCalls | None = None
+    checks: Checks | None = None
+    timing: Timing | None = None
+    capture: StepCapture | None = None
+
+    def in_order(self) -> list[StepHook]:
+        """Those that are there."""
+        hooks = (self.chooser, self.recompiles, self.first_calls, self.checks, self.timing, self.capture)
+        return [one for one in hooks if one is not None]
+
+
+class Session:
+    """What runs the steps of one training of ``program`` in ``loop``, with ``hooks`` around them.
+
+    A batch begins by ``before`` once it is on the device, its micro-batches go to ``run`` where the loop lets itself be
+    taken over, and ``after`` comes once it is through. Nothing of the user's is called more often by that.
+    """
+
+    def __init__(self, program: Program, loop: Loop) -> None:
+        self.program, self.loop = program, loop
+        self.hooks = Hooks()
+        self._around: list[StepHook] = []
+        self._give_back: Callable[[], None] = lambda: None
+        """Gives the loop its own steps back."""
+        self.set_aside: dict[int, tuple[list[Region], dict[Any, Kind]]] = {}
+        """What strategies have compiled that a chooser tried, by their identity."""
+
+    def put_around(self, hooks: Hooks) -> None:
+        """From the next step on, ``hooks`` stand around it."""
+        self.hooks, self._around = hooks, hooks.in_order()
+
+    def take_steps(self) -> None:
+        """The loop hands its micro-batches to ``run``, until ``give_back``."""
+        self._give_back = self.loop.wrap_step(self.run)
+
+    def give_back(self) -> None:
+        """The loop runs its own steps again."""
+        self._give_back()
+        self._give_back = lambda: None
+
+    def before(self, batch: Any) -> None:
+        """``batch`` is on the device and its step begins: regions are in force until it is through."""
+        for hook in self._around:
+            hook.before(batch)
+        self.program.activate(True)
+
+    def run(self, micro: MicroBatch) -> dict[str, Any]:
+        """The step, within the hooks that stand around it."""
+        return self._run(0, micro)
+
+    def _run(self, place: int, micro: MicroBatch) -> dict[str, Any]:
+        if place == len(self._around):
+            return micro.run(micro.batch)
+        inner: RunMicroBatch = lambda one: self._run(place + 1, one)  # noqa: E731
+        return self._around[place].run(micro, inner)
+
+    def after(self, *, stepped: bool) -> None:
+        """The batch is through, and an optimizer step is done where it ``stepped``: modules are plain again."""
+        self.program.activate(False)
+        for hook in reversed(self._around):
+            hook.after(stepped=stepped)
+
+    def close(self) -> None:
+        """The training is over, finished or broken."""
+        self.program.activate(False)
+        for hook in reversed(self._around):
+            hook.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a ``CompiledTraining`` was given, for good."""
+
+    arguments: dict[str, Any]
+    """All, for another one."""
+    strategies: list[Strategy]
+    """In the order of their stages."""
+    declared: dict[str, Any]
+    """As ``Program`` takes it."""
+    guarding: Guarding
+    measuring: Callable[[], Telemetry]
+    """Makes what measures one training."""
+
+
 class CompiledTraining:
-    """``trainer.callback.Compile`` without Lightning; it says what the arguments mean."""
+    """``trainer.callback.Compile`` without Lightning; it says what the arguments mean.
+
+    For good it has what it was given. Of a module it has the ``program``, with the ``strategies`` that are applied
+    to it: those that were given, or what ``auto`` has chosen. Each training has a ``record``, a ``telemetry`` and, from
+    ``begin`` to ``close``, a ``session``.
+    """
 
     def __init__(
         self,
@@ -73,17 +170,26 @@ class CompiledTraining:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         # An iterator serves once.
         kept: dict[str, Any] = {name: list(one) if isinstance(one, Iterator) else one for name, one in given.items()}
-        strategies, whole, blocks = kept["strategies"], kept["whole"], kept["blocks"]
-        parts, ragged, self._arguments = kept["parts"], kept["ragged"], kept
-        self._guarding = Guarding(
-            parity=parity, on_compile_error=on_compile_error, on_slower=on_slower, on_difference=on_difference
+        if profile not in PROFILE:
+            raise ValueError(f"profile={profile!r} is not one of {PROFILE}")
+        self._given = Given(
+            arguments=kept,
+            strategies=ordered(kept["strategies"]),
+            declared={
+                **{name: tuple(kept[name]) for name in ("whole", "blocks", "parts")},
+                "ragged": tuple(Ragged(str(entry[0]), *entry[1:]) for entry in kept["ragged"]),
+            },
+            guarding=Guarding(
+                parity=parity, on_compile_error=on_compile_error, on_slower=on_slower, on_difference=on_difference
+            ),
+            measuring=functools.partial(
+                Telemetry, count=count, warmup_steps=warmup_steps, measure_peak=measure_peak, profile=profile == "on"
+            ),
         )
-        self.strategies = ordered(strategies)
+        self.strategies = self._given.strategies
         with speaking_python(record is None or record.script is not None):
             for strategy in self.strategies:
                 strategy.check()
-        self._choosing = next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
-        self._given = self.strategies, self._choosing
         needed = any(strategy.needs_inductor for strategy in self.strategies)
         self._preparation = Preparation() if needed else None
         self._script_run: ScriptRun | None = None
@@ -93,33 +199,19 @@ class CompiledTraining:
             self._script_run = ScriptRun(self.strategies, save=save, verbose=verbose)
         self.record = record or RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
         self.program: Program | None = None
-        self._declared: dict[str, Any] = {
-            "whole": tuple(whole),
-            "blocks": tuple(blocks),
-            "parts": tuple(parts),
-            "ragged": tuple(Ragged(str(entry[0]), *entry[1:]) for entry in ragged),
-        }
-        if profile not in PROFILE:
-            raise ValueError(f"profile={profile!r} is not one of {PROFILE}")
-        self._measuring = functools.partial(
-            Telemetry, count=count, warmup_steps=warmup_steps, measure_peak=measure_peak, profile=profile == "on"
-        )
-        self._loop: Loop | None = None
+        self._notes_logged = 0
+        """Of the program's."""
+        self.telemetry = self._given.measuring()
+        self.session: Session | None = None
         self._settings = contextlib.ExitStack()
-        self._pages: TensorBoardPages | None = None
-        self._session: Session | None = None
-        self._checks: Checks | None = None
-        self._capture: StepCapture | None = None
-        self._chooser: Chooser | None = None
-        self._recompiles: RecompileGuard | None = None
-        self._unwrap_step: Callable[[], None] = lambda: None
-        """Gives the loop its own steps back."""
-        self._set_aside: dict[int, tuple[list[Region], dict[Any, Kind]]] = {}
-        """What strategies have compiled that a chooser tried, by their identity."""
-        self._open, self._notes_logged = False, 0
-        self._built: dict[str, nn.Module] = {}
-        self._applied_notes: tuple[str, ...] = ()
-        self.telemetry = self._measuring()
+        """Of the process, from ``apply_to`` to ``close``."""
+        self._open = False
+        """Between these two."""
+
+    @property
+    def choosing(self) -> Strategy | None:
+        """The strategy that stands for a choice which is not made yet."""
+        return next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
 
     @property
     def _in_script(self) -> bool:
@@ -151,10 +243,11 @@ class CompiledTraining:
         bar; None = without.
         """
         self._open = True
-        if new := self._built != (built := dict(module.named_modules())):
+        built = dict(module.named_modules())
+        if new := self.program is None or self.program.built != built:
             if self.program is not None and self.program.module is module:
                 uncompile(self.program)
-            self.strategies, self._choosing = self._given  # auto has chosen for other blocks
+            self.strategies = self._given.strategies  # auto has chosen for other blocks
         if trains and self._script_run is not None:
             self.record = RunRecord(task="", label=label(self.strategies), status=NOT_STARTED)
             self._script_run.prepare(print_line, lambda: self.telemetry)
@@ -169,110 +262,108 @@ class CompiledTraining:
                 device=device,
                 precision=precision,
                 sharded=sharded,
-                **self._declared,
+                **self._given.declared,
             )
             if self.strategies:  # evaluations may come before a training begins, and without one
-                self.program.checking.mode = self._guarding.parity if compared else "off"
+                self.program.checking.mode = self._given.guarding.parity if compared else "off"
                 self.program.checking.unit = rounding_unit(precision, device, module)
             with speaking_python(self._in_script):
                 apply(self.strategies, self.program)
-            self._built, self._notes_logged = built, 0
-            self._applied_notes = tuple(self.program.notes)
+            self.program.built, self._notes_logged = built, 0
             self._log_notes(self.program)
             if self._preparation is not None:
                 self._preparation.wait()
                 self.record.preparation_seconds = self._preparation.cost_seconds
         self.record.regions = len(self.program.regions) if self.strategies else None
-        self._cuda_graphs = self.program.uses_cuda_graphs
         self._settings.enter_context(compiler_settings(self.program.settings))
         if trains:
-            self.telemetry = self._measuring()
+            self.telemetry = self._given.measuring()
             self.telemetry.compiler.start()
         return self.program
 
     def _report_anew(self, program: Program) -> None:
         """Another training of ``program`` begins: its record says what the strategies did to the program, as the first
         one's does, and has measured nothing yet. The first one's stays as it is."""
-        caches = tuple(f"{one.name}: " for one in self._given[0] if one.stage is Stage.CACHE)  # which begin anew
-        self.record.notes += [self._words(note) for note in self._applied_notes if not note.startswith(caches)]
-        names = {strategy.name for strategy in (*self._given[0], *self.strategies)}
+        for one in self._given.strategies:
+            if one.stage is not Stage.CACHE:  # which begin anew
+                self.record.notes += map(self._words, program.applied_notes.get(one.name, ()))
+        names = {strategy.name for strategy in (*self._given.strategies, *self.strategies)}
         program.report = {name: copy.deepcopy(facts) for name, facts in program.report.items() if name in names}
 
     def begin(self, loop: Loop, logs: TrainingInfo | None = None) -> None:
         """Model, optimizer and restored state are in place: begin to measure what trains in ``loop``. Raises ValueError
         where the strategies cannot train there."""
         assert self.program is not None
-        if self._cuda_graphs and loop.micro_batches > 1:
+        if self.program.uses_cuda_graphs and loop.micro_batches > 1:
             # https://github.com/pytorch/pytorch/issues/169545, https://github.com/pytorch/pytorch/issues/96693
             raise ValueError(
                 f"trainer.accumulate_grad_batches={loop.micro_batches}: CUDA graphs "
                 "(mode reduce-overhead or max-autotune) may silently overwrite accumulated gradients; "
                 "use mode=max-autotune-no-cudagraphs or default"
             )
-        loop.cuda_graphs = self._cuda_graphs
+        loop.cuda_graphs = self.program.uses_cuda_graphs
         self.program.optimizers = tuple(loop.optimizers)
-        self.program.loop = self._loop = loop
+        self.program.loop = loop
         with speaking_python(self._in_script):
             begin(self.strategies, self.program)
         if self._script_run is not None:
             self._script_run.begin(self.record, self.program.module, loop, logs)
         self._log_notes(self.program)
-        self._pages = TensorBoardPages(loop)
-        self._pages.begin(self.record)
-        self.telemetry.start(loop, self._pages)
+        pages = TensorBoardPages(loop)
+        self.session = session = Session(self.program, loop)
+        pages.begin(self.record)
+        self.telemetry.start(loop, pages)
         self.telemetry.compiler.expect(self.program.graphs_expected)
-        if self._choosing is not None:
-            assert self._choosing.chooser is not None
-            self._set_aside.clear()
-            make: Any = pkgutil.resolve_name(self._choosing.chooser)
-            self._chooser = make(self._choosing, loop, self.program, self.telemetry, self.switch)
-        self._session = Session(self.program, self._hooks(loop, self.program))
+        chooser: Chooser | None = None
+        if (choosing := self.choosing) is not None:
+            assert choosing.chooser is not None
+            make: Any = pkgutil.resolve_name(choosing.chooser)
+            chooser = make(choosing, loop, self.program, self.telemetry, self.switch)
+        session.put_around(self._hooks(session, chooser))
         if self.strategies and not loop.manual:
-            self._unwrap_step = loop.wrap_step(self._session.run)
+            session.take_steps()
 
-    def _hooks(self, loop: Loop, program: Program) -> list[StepHook]:
-        """What stands around a step, the outermost first; nothing where there is nothing to guard."""
+    def _hooks(self, session: Session, chooser: Chooser | None) -> Hooks:
+        """What stands around a step; nothing where there is nothing to guard."""
         if not self.strategies:
-            return []
+            return Hooks()
         from trainer.guards.checks import Checks
         from trainer.guards.first_calls import FirstCalls
         from trainer.guards.recompiles import RecompileGuard
         from trainer.guards.timing import Timing
 
-        capture: StepCapture | None = None
+        loop, program, guarding, padding = session.loop, session.program, self._given.guarding, session.program.padding
+        hooks = Hooks(chooser=chooser, recompiles=session.hooks.recompiles)
         if program.step is not None:
             from strategies.cuda_graph.step_capture import StepCapture
 
-            capture = StepCapture(loop, program, program.step, parity=self._guarding.parity)
-        program.checking.one_kind_a_step = self._choosing is not None
-        checks = Checks(self._guarding, loop, program, self.telemetry, self.record, self._pages, capture)
-        asked = self._guarding.parity != "off" or self._guarding.on_slower == "eager"
-        timed = asked and self._choosing is None
-        timing = Timing(loop, program, self.telemetry, self._found_slower, capture, wanted=timed)
-        padding = program.padding
+            hooks.capture = StepCapture(loop, program, program.step, parity=guarding.parity)
+        program.checking.one_kind_a_step = chooser is not None
+        hooks.checks = Checks(guarding, loop, program, self.telemetry, self.record, hooks.capture)
+        asked = guarding.parity != "off" or guarding.on_slower == "eager"
+        timed = asked and chooser is None
+        hooks.timing = Timing(loop, program, self.telemetry, self._found_slower, hooks.capture, wanted=timed)
         if padding is not None and padding.warm and padding.edges:
-            self._recompiles = RecompileGuard(padding, program, loop, self.telemetry.compiler, words=self._words)
-        calls = FirstCalls(loop, program, self.telemetry, self.record) if program.found is not None else None
-        hooks = (self._chooser, self._recompiles, calls, checks, timing, capture)
-        self._checks, self._capture = checks, capture
-        return [one for one in hooks if one is not None]
+            hooks.recompiles = RecompileGuard(padding, program, loop, self.telemetry.compiler, words=self._words)
+        if program.found is not None:
+            hooks.first_calls = FirstCalls(loop, program, self.telemetry, self.record)
+        return hooks
 
     def switch(self, strategies: Sequence[Strategy]) -> None:
         """Between two optimizer steps: train under ``strategies``, and those beside ``auto``, from the step that
         begins. Steps so far become warm-up. Raises ValueError where one does not fit this module."""
-        program, loop, session = self.program, self._loop, self._session
-        assert program is not None
-        assert loop is not None
+        session = self.session
         assert session is not None
+        program, loop, chooser = session.program, session.loop, session.hooks.chooser
         self.telemetry.restart()
-        for hook in session.hooks[:]:
-            if hook is not self._chooser:
+        for hook in session.hooks.in_order():
+            if hook is not chooser:
                 hook.close()
         end([one for one in program.strategies if one.captures_step], program)
         program.activate(False)
         for strategy in program.strategies:
             if strategy.stage is Stage.MODULE and strategy.chooser is None:
-                self._set_aside[id(strategy)] = program.regions[:], program.kinds
+                session.set_aside[id(strategy)] = program.regions[:], program.kinds
         program.regions, program.kinds, program.found = [], {}, None
         others = [one for one in self.strategies if one.chooser is None]
         program.strategies = tuple(ordered([*others, *strategies]))
@@ -280,8 +371,8 @@ class CompiledTraining:
         settings = dict(program.settings)
         try:
             for strategy in ordered(strategies):
-                if id(strategy) in self._set_aside:  # what it compiled is still proven
-                    regions, program.kinds = self._set_aside[id(strategy)]
+                if id(strategy) in session.set_aside:  # what it compiled is still proven
+                    regions, program.kinds = session.set_aside[id(strategy)]
                     program.regions = regions[:]
                 else:
                     strategy.apply(program)
@@ -292,55 +383,56 @@ class CompiledTraining:
             hardware.free_unused_memory(loop.device)
             self.record.regions, self.record.regions_compiled = len(program.regions), None
             self.telemetry.compiler.expect(program.graphs_expected)
-            session.hooks[:] = self._hooks(loop, program)
+            session.put_around(self._hooks(session, chooser))
 
     def _found_slower(self, line: str) -> None:
         """Steps of the run are slower than eager's."""
-        program = self.program
-        assert program is not None
-        assert self._checks is not None
-        if self._guarding.on_slower == "eager" and not program.captures:
+        assert self.session is not None
+        program, checks = self.session.program, self.session.hooks.checks
+        assert checks is not None
+        gives_up = self._given.guarding.on_slower == "eager"
+        if gives_up and not program.captures:
             for kind in program.kinds.values():
                 kind.fail(f"{line}; on_slower=eager")
             disable_other_strategies(program, f"{line}; on_slower=eager")
             program.report["slowdown"]["rolled_back"] = [one.path for one in program.regions]
-        elif self._guarding.on_slower == "eager":
+        elif gives_up:
             line += "; on_slower=eager leaves captured steps as they are"
-        self._checks.warn(line)
+        checks.warn(line)
 
     # ---- the hot path ----------------------------------------------------------------------------------------------
 
     def batch_begins(self, batch: Any) -> None:
         """``batch`` is on the device and its step begins."""
-        assert self.program is not None
-        assert self._session is not None
-        self._session.before(batch)
-        self._log_notes(self.program)
+        assert self.session is not None
+        self.session.before(batch)
+        self._log_notes(self.session.program)
         self.mark_step()
         self.telemetry.batch_start()
 
     def batch_ends(self, loss: Any, batch: Any) -> None:
         """``batch`` is through; ``loss`` is one detached number in any shape, divided by the micro-batches of a step;
         anything else is not recorded."""
-        assert self._session is not None
-        if self._capture is not None and not self._capture.done_capturing:
+        assert self.session is not None
+        capture = self.session.hooks.capture
+        if capture is not None and not capture.done_capturing:
             self.telemetry.disturb()
         number = isinstance(loss, torch.Tensor) and loss.numel() == 1
         stepped = self.telemetry.batch_end(loss.reshape(()) if number else None, batch)
-        self._session.after(stepped=stepped)
+        self.session.after(stepped=stepped)
 
     def mark_step(self) -> None:
         """A step or an evaluation batch begins. Without a backward, only this mark tells CUDA graphs which outputs
         still belong together: one region's output would be overwritten by the next region of the same step."""
-        if self._cuda_graphs:
+        if self.program is not None and self.program.uses_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
     def evaluation_begins(self, batch: Any) -> None:
         """A batch of an evaluation is on the device, in a training or outside of one."""
         if self.program is None:
             return
-        if self._recompiles is not None:
-            self._recompiles.before_evaluation(batch)
+        if self._hooks_now.recompiles is not None:
+            self._hooks_now.recompiles.before_evaluation(batch)
         self.program.activate(True)
         self.mark_step()
 
@@ -349,15 +441,26 @@ class CompiledTraining:
         if self.program is None:
             return
         self.program.activate(False)
-        if self._checks is not None:
-            self._checks.apply_results()
+        hooks = self._hooks_now
+        if hooks.checks is not None:
+            hooks.checks.apply_results()
         else:
             for kind in self.program.kinds.values():
                 if kind.update_states() and kind.failure is not None:
                     line = f"{kind.name} runs eager: {kind.failure}"
                     rank_zero_warn(self._words(line))
-        if self._recompiles is not None:
-            self._recompiles.after_evaluation()
+        if hooks.recompiles is not None:
+            hooks.recompiles.after_evaluation()
+
+    def evaluation_over(self) -> None:
+        """A whole evaluation within the training is over: its shapes have all come."""
+        if (recompiles := self._hooks_now.recompiles) is not None:
+            recompiles.validated()
+
+    @property
+    def _hooks_now(self) -> Hooks:
+        """Those of the training under way; none outside of one."""
+        return Hooks() if self.session is None else self.session.hooks
 
     def pause(self, phase: str) -> None:
         """``validating``, ``saving`` or something else begins that is not part of any step."""
@@ -368,24 +471,25 @@ class CompiledTraining:
     def finish(self, *, together: bool = True) -> None:
         """Read what is still on its way and fill in the record; ``together`` as in ``Telemetry.fill``."""
         self.telemetry.compiler.collect()
-        if self._pages is None or self._loop is None:  # it failed before training started
+        session = self.session
+        if session is None:  # it failed before training started
             return
         self.telemetry.finish()
-        if self._chooser is not None:
-            self.record.chosen_strategies = [strategy.facts() for strategy in self._chooser.finish()]
-        elif self._choosing is not self._given[1]:  # an earlier training chose
-            chosen = [one for one in self.strategies if all(one is not given for given in self._given[0])]
+        chooser = session.hooks.chooser
+        if chooser is not None:
+            self.record.chosen_strategies = [strategy.facts() for strategy in chooser.finish()]
+        elif any(one.chooser is not None for one in self._given.strategies):  # an earlier training chose
+            chosen = [one for one in self.strategies if all(one is not given for given in self._given.strategies)]
             self.record.chosen_strategies = [strategy.facts() for strategy in chosen]
-        if self._session is not None:
-            self._session.close()
-        self.telemetry.fill(self.record, self.program, together=together)
-        if self._chooser is not None and self.program is not None:
+        session.close()
+        self.telemetry.fill(self.record, session.program, together=together)
+        if chooser is not None:
             # What was chosen is chosen for good: another fit continues with it.
-            self.strategies = self._chooser.restore()
-            self.program.strategies = tuple(self.strategies)
-            self._chooser = self._choosing = None
-        if self.strategies or "auto" in self.record.report:
-            self._pages.events(self.record.events, self.telemetry.steps_done)
+            self.strategies = chooser.restore()
+            session.program.strategies = tuple(self.strategies)
+            session.hooks.chooser = None
+        if self.telemetry.pages is not None and (self.strategies or "auto" in self.record.report):
+            self.telemetry.pages.events(self.record.events, self.telemetry.steps_done)
 
     def fail(self, error: BaseException) -> None:
         """Keep what was measured of a run that ends early; a broken device must not hide the first error."""
@@ -404,29 +508,29 @@ class CompiledTraining:
     def close(self) -> None:
         """Let the strategies undo what must not outlive the run; restore the process-wide compiler settings."""
         with self._settings:
-            self._unwrap_step()
-            self._unwrap_step = lambda: None
+            if self.session is not None:
+                self.session.give_back()
             if self.program is not None and self._open:
                 self._open = False
                 try:
                     end(self.strategies, self.program)
                 finally:
                     self._log_notes(self.program)
-        # Another training has its own.
-        self._session = self._loop = self._checks = self._capture = self._recompiles = None
+        self.session = None
         self.telemetry.compiler.stop()
         if self._script_run is not None:
             self._script_run.end(self.record, self.close_pages)
 
     def close_pages(self, summary: dict[str, str]) -> None:
         """Write the last TensorBoard pages once the record is complete."""
-        if self._pages is not None:
-            self._pages.finish(self.record, summary)
+        if self.telemetry.pages is not None:
+            self.telemetry.pages.finish(self.record, summary)
 
     def _log_notes(self, program: Program) -> None:
         for note in program.notes[self._notes_logged :]:
             said = self._words(note)
             self.record.notes.append(said)
-            if self._checks is None or note not in self._checks.warned:
+            checks = self._hooks_now.checks
+            if checks is None or note not in checks.warned:
                 rank_zero_info(f"compile: {said}")
         self._notes_logged = len(program.notes)

@@ -27,7 +27,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from strategies import Program
-from strategies.regions import expand_blocks, find_containers, never_called, submodules
+from strategies.region import submodules
+from strategies.regions import expand_blocks, find_containers, never_called
 from trainer.loops.checkpoint_io import ShardedCheckpoints
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.distributed import UNKNOWN, Agreement

@@ -23,8 +23,9 @@ from tqdm.auto import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from strategies import Stage, Strategy
+from strategies.base import Padding
 from strategies.loop_protocol import RunMicroBatch
-from strategies.padding import Padding, length_of, to_edge
+from strategies.padding import length_of, to_edge
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.distributed import SingleProcessLoop
 from trainer.loops.lightning_internals import replace, replaced

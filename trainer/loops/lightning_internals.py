@@ -110,6 +110,22 @@ def on_sigterm(trainer: L.Trainer, notice: Callable[[int, Any], None] | None, ea
     loop._broadcast_sigterm_tensor = each_step
 
 
+@contextlib.contextmanager
+def sigterm_kept(trainer: L.Trainer) -> Iterator[None]:
+    """Afterwards a SIGTERM is handled as before, whatever ``on_sigterm`` has changed inside."""
+    connector: Any = trainer._signal_connector
+    places: list[tuple[object, str]] = [(connector, "_sigterm_notifier_fn")]
+    places.append((trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"))
+    before = [(vars(owner), name, vars(owner).get(name)) for owner, name in places]
+    try:
+        yield
+    finally:
+        for attributes, name, value in before:
+            attributes.pop(name, None)
+            if value is not None:
+                attributes[name] = value
+
+
 def received_sigterm(trainer: L.Trainer) -> SystemExit:
     """What Lightning raises at a SIGTERM, as ``trainer.received_sigterm`` says from now on."""
     connector: Any = trainer._signal_connector

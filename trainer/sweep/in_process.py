@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import lightning as L
@@ -34,7 +35,7 @@ from strategies.base import label, ordered
 from strategies.compile_errors import one_line
 from strategies.compiler_warmup import Preparation, environment
 from strategies.regions import find_containers
-from strategies.torch_patches import compiling_in
+from strategies.torch_patches import compiled_codes, compiling_in, forget_compiled
 from trainer.advice import in_python
 from trainer.bucketed_loaders import loss_of_padding
 from trainer.callback import Compile
@@ -174,11 +175,17 @@ class _Turns:
     out: str | Path | None
     runs: list[Run] = field(default_factory=list)
     first_batches: list[Any] = field(default_factory=list)
+    compiled_before: list[CodeType] = field(default_factory=compiled_codes)
+    """Of which this process holds compiled code that is not an arm's."""
     preparation_seconds: float = 0.0
 
     def all(self, arms: Sequence[list[Strategy]], rounds: int, seconds: float, telling: ProgressOutput) -> None:
         """Every arm once a round; who fails is left out from then on. Raises what eager raises."""
-        with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
+        with (
+            tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder,
+            contextlib.ExitStack() as forgotten,
+        ):
+            forgotten.callback(forget_compiled, self.compiled_before)
             with telling.doing("getting ready"):
                 preparation = Preparation()
                 self._run_turn(RunRecord(task=""), [], folder, _Limit(steps=2))  # what a process does once
@@ -206,7 +213,7 @@ class _Turns:
                     del left[place]
 
     def _run_turn(self, record: RunRecord, strategies: Sequence[Strategy], folder: str, limit: _Limit) -> None:
-        torch.compiler.reset()
+        forget_compiled(self.compiled_before)
         began = time.perf_counter()
         variables = {"PL_GLOBAL_SEED": str(self.seed), "PL_SEED_WORKERS": "0"}  # as they were, afterwards
         with environment(variables), _rewound(self.data), contextlib.ExitStack() as stack:

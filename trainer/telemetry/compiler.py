@@ -37,9 +37,9 @@ MAX_KEPT = 10_000
 METRICS_KEPT = 100_000
 """Compilation metrics that torch keeps; its own default of 64 drops the first ones of a long run."""
 
-_COMPILED_UNDER: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
-"""Classes of regions under whose calls this process compiled code, their own or what they call; modules of one class
-share it, also with those of a later training."""
+_EVER: weakref.WeakSet[type[nn.Module]] = weakref.WeakSet()
+"""Classes of regions under whose calls this process compiled code. What a module calls, its class shares with later
+trainings, and no compiler says that it runs: this is asked for that alone."""
 _MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 
 
@@ -97,6 +97,8 @@ class CompilerMonitor:
         self._seen_breaks = 0
         self._counters: dict[str, Counter[str]] = {}
         self._under: dict[str, set[type[nn.Module]]] = {}
+        self._compiled_under: set[type[nn.Module]] = set()
+        """Classes of regions under whose calls code was compiled since ``start``, their own or what they call."""
         self._locations: dict[str, str] = {}
         self.beyond_limit: dict[type[nn.Module], str] = {}
         """Classes of regions of which some code was compiled as often as torch may, with the guard that failed last."""
@@ -142,8 +144,9 @@ class CompilerMonitor:
         metrics = dynamo_utils.get_compilation_metrics()
         for metric in metrics[self._seen_metrics :]:
             if metric.has_guarded_code:
-                _COMPILED_UNDER.update(self._under.get(_frame(metric.compile_id), ()))
+                self._compiled_under |= self._under.get(_frame(metric.compile_id), set())
             new.extend(self._events_of(metric))
+        _EVER.update(self._compiled_under)
         self._seen_metrics = len(metrics)
         breaks = dynamo_utils.graph_break_reasons
         self._seen_breaks = min(self._seen_breaks, len(breaks))  # torch._dynamo.reset() empties the list
@@ -193,12 +196,14 @@ class CompilerMonitor:
             cache="mixed" if hits and anew else "warm" if hits else "cold" if anew else None,
         )
 
-    def compiled(self, module: nn.Module) -> bool:
-        """Whether this process holds code that was compiled while ``module``, or another of its class, was called."""
+    def compiled(self, module: nn.Module, *, held: bool = False, splits: bool = False) -> bool:
+        """Whether something compiled runs when ``module``, or another of its class, is called: it was compiled since
+        ``start``, or is ``held`` of earlier trainings. ``splits``: the compiler may have left its own frame out and
+        compiled what that calls, for whichever training."""
         if dynamo_config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
             return False  # whatever an earlier fit of this process compiled is not used
         self.collect()
-        return type(module) in _COMPILED_UNDER
+        return held or type(module) in (_EVER if splits else self._compiled_under)
 
     def _events_of(self, metric: Any) -> list[Event]:
         frame = _frame(metric.compile_id)

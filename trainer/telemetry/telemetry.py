@@ -81,6 +81,8 @@ class Telemetry:
         self._shapes = SeenShapes()
         self.meter = Meter(warmup_steps=warmup_steps)
         self.pause_seconds = 0.0
+        self.pages: TensorBoardPages | None = None
+        """Where curves go, from ``start`` on."""
         self._profile = profile
         self._profiler: StepProfiler | None = None
         self._after: str | None = None
@@ -92,7 +94,7 @@ class Telemetry:
 
     def start(self, loop: Loop, pages: TensorBoardPages | None = None) -> None:
         """Training is about to begin: model and optimizer are on their device."""
-        self._loop, self._device, self._pages = loop, loop.device, pages
+        self._loop, self._device, self.pages = loop, loop.device, pages
         self.compiler.lines_left = MAX_LINES if loop.is_first_process else 0
         self._clock = StepClock(self._device)
         board = nvml_handle(self._device)
@@ -212,7 +214,7 @@ class Telemetry:
         self._energy.end()  # what is closed here cannot be spoilt by a later compile
         self._machine.look()
         for number, points in self.meter.read(everything=everything):
-            if self._pages is None:
+            if self.pages is None:
                 continue
             rate = self._learning_rate
             compiler = self.compiler.figures() if self.compiler.compilations else CompilerFigures()
@@ -225,7 +227,7 @@ class Telemetry:
                 "usage/peak_process_gib": hardware.peak_process_gib(),
                 "usage/joules_per_sample": self._energy.joules_per_sample(),
             }
-            self._pages.scalars(points | since_the_beginning, number)
+            self.pages.scalars(points | since_the_beginning, number)
 
     def _rank_figures(self) -> RankFigures:
         number = "" if self._device.index is None else f" {self._device.index}"
