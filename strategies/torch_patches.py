@@ -588,6 +588,28 @@ def _elsewhere(effects: Any, remember: Remember) -> Iterator[str]:
 # ---- what Dynamo keeps of this process -------------------------------------------------------------------------------
 
 
+_STATIC = "_dynamo_static_input_type"
+
+
+@contextlib.contextmanager
+def static_marks_removed(module: nn.Module) -> Iterator[None]:
+    """Afterwards parameters and buffers have no mark that Dynamo has left on them inside: ``torch.save`` of the module
+    would write it, and of a module that trained eager it writes none. Compiled code does not read it again. All
+    versions of torch so far: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/decorators.py
+    (mark_static_address)."""
+
+    def marked() -> list[Tensor]:
+        return [one for one in (*module.parameters(), *module.buffers()) if _STATIC in vars(one)]
+
+    before = set(map(id, marked()))
+    try:
+        yield
+    finally:
+        for one in marked():
+            if id(one) not in before:
+                vars(one).pop(_STATIC)
+
+
 def compiled_codes() -> list[types.CodeType]:
     """The code of which Dynamo has compiled something in this process."""
     tracked = (*convert_frame.input_codes.seen, *convert_frame.output_codes.seen)

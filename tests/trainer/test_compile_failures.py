@@ -3,6 +3,7 @@ line, in the record too."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ def test_what_an_earlier_training_of_the_module_compiled_counts_again(tmp_path: 
     fit(module, tmp_path, [compile_])
     again = compile_.record
     assert [(one.regions_compiled, one.graphs) for one in (first, again)] == [(3, first.graphs), (3, 0)]
+    saved = io.BytesIO()
+    torch.save(module.layers, saved)
+    assert b"_dynamo" not in saved.getvalue(), "a module that trained eager holds no mark of the compiler's either"
 
 
 class NeverCalled(Blocks):

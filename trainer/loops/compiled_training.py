@@ -30,6 +30,7 @@ from strategies.compiler_warmup import Preparation
 from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
 from strategies.regions import uncompile
 from strategies.tolerance import rounding_unit
+from strategies.torch_patches import static_marks_removed
 from trainer.advice import in_python, speaking_python
 from trainer.guards import Guarding
 from trainer.loops.training_info import NOT_STARTED, TrainingInfo
@@ -275,6 +276,7 @@ class CompiledTraining:
                 self._preparation.wait()
                 self.record.preparation_seconds = self._preparation.cost_seconds
         self.record.regions = len(self.program.regions) if self.strategies else None
+        self._settings.enter_context(static_marks_removed(module))
         self._settings.enter_context(compiler_settings(self.program.settings))
         if trains:
             self.telemetry = self._given.measuring()
