@@ -95,7 +95,7 @@ not required is missing, and a run that compiles nothing."""
 def test_imports_of_a_library_user_need_little(tmp_path: Path) -> None:
     pulled_in, named, missing, *_, last = python(IMPORTS, str(tmp_path))
     assert "trainer.callback" in pulled_in.split()
-    others = ("trainer.auto", "trainer.cli", "trainer.peers", "trainer.run", "trainer.sweep", "tasks", "scripts")
+    others = ("trainer.auto", "trainer.cli", "trainer.run", "trainer.sweep", "tasks", "scripts")
     heavy = (*others, "hydra", "torch._inductor.compile_fx")
     assert sorted(name for name in pulled_in.split() if name.startswith(heavy)) == []
     assert named == "Compile Regional False"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import os
 import socket
@@ -28,7 +29,7 @@ from trainer.loops.rank_consistency import describe_process
 from trainer.loops.rank_failures import AND_SO, RankFailed, fail_record
 from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
 from trainer.run_end import finalize
-from trainer.settings import Config, Peer
+from trainer.settings import Config
 from trainer.sweep.environment import Launch, detect_launch, initial_record
 from trainer.sweep.run_dirs import claim, is_first_process, release, restore_file
 from trainer.telemetry import hardware
@@ -128,11 +129,9 @@ def run(config: Config, *, run_dir: Path, command: list[str]) -> RunRecord:
 
 
 def _job(config: Config, record: RunRecord, run_dir: Path, console: Console) -> Job:
-    if isinstance(config.run, Peer):
-        from trainer.peers.peer_job import PeerJob
-
-        return PeerJob(config, record, run_dir, console)
-    return Job(config, record, run_dir, console)
+    module, _, name = config.run.job.rpartition(".")
+    job: Job = getattr(importlib.import_module(module), name)(config, record, run_dir, console)
+    return job
 
 
 def _log_error(run_dir: Path, error: BaseException, cause: BaseException, launch: Launch | None) -> None:

@@ -137,6 +137,8 @@ class Train:
 
     name: ClassVar[str] = "train"
     """Value of ``run=`` and of ``RunRecord.run``."""
+    job: ClassVar[str] = "trainer.build.Job"
+    """Class of what trains, a ``trainer.build.Job``."""
 
 
 PEER = "peer"
@@ -162,6 +164,7 @@ class Peer(Train):
     """Train the task as people do without this project, measured by the same code."""
 
     name: ClassVar[str] = PEER
+    job: ClassVar[str] = "scripts.peers.job.PeerJob"
 
     peer: str = "loop_eager"
     """One of ``PEERS``: a hand-written loop or plain Lightning, each eager, under torch.compile or under its mode

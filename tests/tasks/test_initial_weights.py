@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from scripts.peers.work import placed
 from strategies import Regional
 from strategies.cached.cache_session import model_digest
 from tasks import TASKS, Task
@@ -22,7 +23,6 @@ from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
 from tasks.lightning_module import is_on_meta, on_meta, start
 from tests.tasks.conftest import fit
 from trainer.callback import Compile
-from trainer.peers.peer_loops import placed
 
 SMALL: dict[str, dict[str, Any]] = {
     "captioning": {

@@ -1,9 +1,8 @@
-"""``run=peer``: peers as arms of a sweep beside ours, on the same work, under the same ruler."""
+"""``run=peer``: the scripts of ``scripts/peers`` as arms of a sweep beside ours, on the same work, measured alike."""
 
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import lightning as L
 import pytest
 import torch
 
-from strategies.loop_protocol import RunMicroBatch
+from scripts.peers import job, loop_captured
 from tests import instant_cells
 from tests.instant_cells import InstantCells
 from tests.processes import Pair
 from tests.trainer.runs import SMALLEST
 from trainer.config import compose
-from trainer.peers import peer_job
-from trainer.peers.peer_loops import PeerLoop
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run, find
 from trainer.run import run
@@ -69,12 +66,17 @@ def loss_of_the_loop_by_hand(folder: Path) -> float | None:
 def loss_of_what_is_captured(folder: Path) -> float | None:
     """The steps of ``loop_captured``, taken without a graph."""
 
-    def not_captured(loop: PeerLoop) -> RunMicroBatch:
-        loop.replays = 1
-        return lambda micro: micro.run(micro.batch)
+    class Called:
+        replays = 1
 
-    peer_job.captured_steps = not_captured  # type: ignore[assignment]
-    peer_job.ARMS["loop_eager"] = partial(peer_job.loop, captured=True)
+        def __init__(self, step: Any, optimizer: Any, *, before: int) -> None:
+            self.step = step
+
+        def __call__(self, batch: Any) -> Any:
+            return self.step(batch)
+
+    loop_captured.Replayed = Called  # type: ignore[assignment,misc]
+    job.ARMS["loop_eager"] = ("loop_captured", {})
     return loss_of_the_loop_by_hand(folder)
 
 
@@ -181,7 +183,7 @@ def test_a_peer_that_compiled_nothing_has_failed(tmp_path: Path, capsys: pytest.
 
 def loss_of_a_loop_of_ones_own(config: Config) -> float:
     """Mean loss of ``STEPS`` steps of the network that ``run.peer=transformers_eager`` trains."""
-    from trainer.peers.transformers_trainer import matching_network
+    from scripts.peers.transformers_trainer import matching_network
 
     task: Any = config.task
     L.seed_everything(config.seed, verbose=False)

@@ -1,4 +1,8 @@
-"""transformers' own ``Trainer`` on transformers' own network of the task's sizes, with the task's batches."""
+"""Peer: transformers' own ``Trainer`` on transformers' own network of the task's sizes, with the task's batches.
+
+``transformers_eager``, and ``transformers_compiled``: ``TrainingArguments(torch_compile=True)`` compiles the model with
+its loss as one. https://huggingface.co/docs/transformers/perf_torch_compile
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,10 @@ from typing import Any, cast
 import transformers
 from torch import Tensor, distributed
 
-from strategies.loop_protocol import Loop
+from scripts.peers.work import Work
 from tasks.base import Task
 from tasks.language.task import BertNetwork, Gpt2Network
 from tasks.special_tokens import IGNORED, PAD
-from trainer.build import resolve_precision
-from trainer.loops.huggingface import HuggingFaceLoop
-from trainer.peers.peer_loops import Measured, PeerLoop, Work, optimizer_and_schedule, placed
 
 
 def next_token_inputs(batch: Any) -> dict[str, Tensor]:
@@ -70,20 +71,18 @@ def matching_network(task: Task) -> tuple[Callable[[], transformers.PreTrainedMo
     )
 
 
-def train(work: Work, *, compiled: bool = True) -> Loop:
-    """``Trainer(model, TrainingArguments(torch_compile=True)).train()``, which compiles the model with its loss as one.
-    https://huggingface.co/docs/transformers/perf_torch_compile"""
+def train(work: Work, *, compiled: bool = True) -> None:
     build, inputs = matching_network(work.config.task)
-    settings, precision = work.config.trainer, resolve_precision(work.config.trainer)
-    module: Any = work.module
+    settings, module = work.config.trainer, cast(Any, work.module)
     module.net = network = build()  # optimizer and schedule are the task's, of these parameters
-    optimizer, schedule = optimizer_and_schedule(placed(module, work.device))
+    work.placed()
+    optimizer, schedule = work.optimizer_and_schedule()
     arguments = transformers.TrainingArguments(
-        output_dir=str(work.directory),
+        output_dir=work.directory,
         max_steps=settings.max_steps,
         per_device_train_batch_size=work.config.task.data.batch_size,  # type: ignore[attr-defined]
         max_grad_norm=settings.gradient_clip_val or 0.0,
-        bf16=precision == "bf16-mixed",
+        bf16=work.precision == "bf16-mixed",
         use_cpu=work.device.type == "cpu",
         logging_steps=settings.log_every_n_steps,
         save_strategy="no",
@@ -96,64 +95,57 @@ def train(work: Work, *, compiled: bool = True) -> Loop:
     arguments._n_gpu = min(arguments.n_gpu, 1)  # else it takes all devices that it sees, by DataParallel
     trainer = TaskTrainer(network, arguments, optimizers=(optimizer, schedule))
     trainer.batches = Batches(work, inputs, trainer.accelerator)
-    trainer.add_callback(MeasuredTrainer(work, trainer))
+    trainer.add_callback(Measured(work, trainer))
     trainer.train()
-    return trainer.measured
 
 
 class TaskTrainer(transformers.Trainer):
-    """Trains on the task's batches."""
+    """Trains on the task's batches, and keeps the loss of the last."""
 
     batches: Batches
-    measured: TrainerLoop
+    loss: Tensor
 
     def get_train_dataloader(self) -> Any:
         return self.batches
 
+    def training_step(self, *arguments: Any, **named: Any) -> Tensor:
+        self.loss = super().training_step(*arguments, **named)
+        return self.loss
+
 
 class Batches:
-    """The task's loader as accelerate prepares it; yields what the network takes, and keeps the batch for the meter."""
+    """The task's loader as accelerate prepares it; yields what the network takes."""
 
     def __init__(self, work: Work, inputs: Inputs, accelerator: Any) -> None:
         loader = work.loader()
-        self.set_epoch = loader.sampler.set_epoch  # the Trainer calls it, as our own loop does
+        self._sampler, self._epoch = loader.sampler, 0
         # Over several processes it is split already.
-        self.loader = loader if distributed.is_initialized() else accelerator.prepare(loader)
-        self._inputs, self.original = inputs, None
+        self._loader = loader if distributed.is_initialized() else accelerator.prepare(loader)
+        self._work, self._inputs = work, inputs
+
+    def set_epoch(self, epoch: int) -> None:
+        """The Trainer calls it, as our own loop does."""
+        self._sampler.set_epoch(epoch)
+        self._epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in self.loader:
-            self.original = batch
-            yield self._inputs(batch)
+        return map(self._inputs, self._work.epoch(self._loader, self._epoch))
 
 
-class TrainerLoop(HuggingFaceLoop):
-    """The Trainer's loop for the telemetry, of one process or of several."""
-
-    reduced = PeerLoop.reduced
-
-
-class MeasuredTrainer(transformers.TrainerCallback):
-    """Calls the telemetry where ``trainer.peers.peer_loops.Measured`` does."""
+class Measured(transformers.TrainerCallback):
+    """Begins and ends the measuring, and counts the steps."""
 
     def __init__(self, work: Work, trainer: TaskTrainer) -> None:
-        self._telemetry, self._trainer = work.telemetry, trainer
+        self._work, self._trainer = work, trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        loop = TrainerLoop(self._trainer, cast(Any, Measured(self._telemetry)), None, None)
-        if distributed.is_initialized():
-            loop.world_size, loop.is_first_process = distributed.get_world_size(), distributed.get_rank() == 0
-        self._trainer.measured = loop
-        self._telemetry.start(loop)
+        self._work.begin()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        loop = self._trainer.measured
-        loop.micro_batch_ends()
-        self._telemetry.batch_end(loop.loss, self._trainer.batches.original)
+        self._work.stepped(self._trainer.loss)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._telemetry.finish()
-        self._trainer.measured.release()
+        self._work.telemetry.finish()
