@@ -208,7 +208,7 @@ def test_a_loop_stays_taken_over_where_nobody_keeps_what_gives_it_back() -> None
         return micro.run(micro.batch)
 
     loop.wrap_step(run)
-    assert len(list(loop.fit(loader(3)))) == 3
+    assert None not in [loop.train_on_batch(batch) for batch in loader(3)]
     assert taken == [0, 1, 2]
 
 

@@ -8,8 +8,7 @@ door for scripts.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -62,37 +61,6 @@ class PlainLoop(SingleProcessLoop):
         self._epoch = self._began = 0
         self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
 
-    def fit(self, loader: Iterable[Any], training: Any = None) -> Iterator[Tensor | None]:
-        """Train on ``loader``, epoch after epoch up to ``max_steps``, one epoch without; yields the loss of each batch,
-        detached and divided by ``micro_batches``. Raises ValueError for a loader without batches.
-
-        ``training``, for instance a ``CompiledTraining``, hears of each: ``batch_begins``, ``batch_ends``.
-        """
-        self.module.train()
-        for epoch in itertools.count():
-            for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-                if (set_epoch := getattr(part, "set_epoch", None)) is not None:
-                    set_epoch(epoch)
-            self.epoch_begins(epoch)
-            batches = self.fetched(iter(loader))
-            while self.steps_planned is None or self.steps_done < self.steps_planned:
-                batch = next(batches, None)
-                if batch is None:
-                    break
-                batch = self.to_device(batch)
-                if training is not None:
-                    training.batch_begins(batch)
-                loss = self.train_on_batch(batch)
-                if training is not None:
-                    training.batch_ends(loss, batch)
-                yield loss
-            else:
-                return
-            if self._progress.batches == self._began:
-                raise ValueError("the training loader has no batches")
-            if self.steps_planned is None:
-                return
-
     def epoch_begins(self, epoch: int) -> None:
         """Batches are counted anew."""
         self._epoch, self._began = epoch, self._progress.batches
@@ -121,9 +89,6 @@ class PlainLoop(SingleProcessLoop):
 
     def release(self) -> None:
         """Undo what was put on module and optimizers."""
-
-    def to_device(self, batch: Any) -> Any:
-        return batch
 
     def backward(self, loss: Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
