@@ -118,10 +118,6 @@ class Padding:
     """Rows of the training batches on this process by edge that occurs, most first; filled in like ``edges``."""
     dynamic: bool | None = None
     """What ``dynamic=null`` of a module strategy stands for."""
-    around_region: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """Wraps the compiled call of each region in code that runs eagerly."""
-    observe: Callable[[Any], None] | None = None
-    """Called with every batch once it is on its device, before the module sees it; None: nobody wants to know."""
     seen: Callable[[], dict[str, Any]] | None = None
     """Figures of the batches that were really handed out, for the report; filled in like ``edges``."""
 

@@ -12,8 +12,6 @@ from typing import ClassVar
 from strategies.base import Found, Program, Stage, Strategy, wrong
 from strategies.compile_options import ModuleOptions
 
-HOW = ("mark", "always", "automatic")
-
 
 class NothingRepeats(ValueError):
     """A module without repeated blocks."""
@@ -110,40 +108,32 @@ class Regional(ModuleOptions):
 class Dynamic(Strategy):
     """Leave batches as they are and let the compiled code take any length; ``buckets`` is the alternative.
 
-    Batches keep examples and order. Each one is only padded up to a ``multiple``, because attention kernels guard on
-    alignment: without it, aligned lengths and others need a graph each, or none can be compiled for all.
+    ``torch.compile``'s ``dynamic=True`` for all that is compiled, unless its own ``dynamic`` says other. Batches keep
+    examples and order. Each one is only padded up to a ``multiple``, because attention kernels guard on alignment:
+    without it, aligned lengths and others need a graph each, or none can be compiled for all.
     """
 
     name: ClassVar[str] = "dynamic"
     stage: ClassVar[Stage] = Stage.SHAPES
 
-    how: str = "mark"
-    """``mark`` (the ragged dimensions symbolic from the start), ``always`` (every dimension: torch's ``dynamic=True``)
-    or ``automatic`` (static at first, symbolic where a size changes: torch's ``dynamic=None``)."""
     multiple: int = 8
     """Every batch is padded up to a multiple of this many positions, or to where a table of the module may end; 1
     leaves lengths as they are."""
 
     def __post_init__(self) -> None:
-        if self.how not in HOW:
-            raise wrong("compile.dynamic", "how", self.how, f"is not one of {HOW}")
         if self.multiple < 1:
             raise wrong("compile.dynamic", "multiple", self.multiple, "must be at least 1")
 
     def apply(self, program: Program) -> None:
         from strategies.base import Padding
-        from strategies.padding import Marks, require_ragged, table_sizes
+        from strategies.padding import require_ragged, table_sizes
 
         require_ragged(program.ragged, self.name)
         tables = table_sizes(program.module)
-        program.padding = Padding(name=self.name, ragged=program.ragged, multiple=self.multiple, tables=tables)
-        program.report[self.name] = {"how": self.how, "multiple": self.multiple}
-        if self.how == "always":
-            program.padding.dynamic = True
-        elif self.how == "mark":
-            marks = Marks(program.ragged)
-            program.padding.observe = marks.observe
-            program.padding.around_region = marks.around
+        program.padding = Padding(
+            name=self.name, ragged=program.ragged, multiple=self.multiple, tables=tables, dynamic=True
+        )
+        program.report[self.name] = {"multiple": self.multiple}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -306,21 +306,12 @@ class Region(StandIn):
     Args:
         path: As in ``module.get_submodule(path)``, at that moment: a training may put another module into its place.
         arguments: ``torch.compile``'s keyword arguments.
-        around: Wraps the compiled call, for a strategy of the SHAPES stage.
     """
 
-    def __init__(
-        self,
-        path: str,
-        module: nn.Module,
-        kind: Kind,
-        arguments: dict[str, Any],
-        checking: Checking,
-        around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-    ) -> None:
+    def __init__(self, path: str, module: nn.Module, kind: Kind, arguments: dict[str, Any], checking: Checking) -> None:
         super().__init__(module)
         self.path, self.arguments = path, arguments
-        self.of, self._checking, self._around = kind, checking, around
+        self.of, self._checking = kind, checking
         kind.regions.append(self)
         self.state, self.reason = State.CHECKING if checking.mode != "off" else State.COMPILED, ""
         self.called = False
@@ -590,10 +581,9 @@ class Region(StandIn):
             if self.is_sharded:
                 self._compiled = self._within_hooks()
             else:
-                call = torch.compile(
+                self._compiled = torch.compile(
                     types.MethodType(self.of.code(self.module, self.layout), self.module), **self.arguments
                 )
-                self._compiled = call if self._around is None else self._around(call)
             if self._derived:
                 self._compiled = self._deriving(self._compiled)
         return self._compiled
@@ -641,8 +631,7 @@ class Region(StandIn):
 
     def _compiled_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         if self._of_forward is None:
-            call = torch.compile(forward, **self.arguments)
-            self._of_forward = call if self._around is None else self._around(call)
+            self._of_forward = torch.compile(forward, **self.arguments)
         return self._of_forward
 
     @contextlib.contextmanager

@@ -58,8 +58,7 @@ def add_region(
     layout = tuple(map(type, module.modules())) if type(module) is nn.Sequential else None
     named = (type(module), layout, repr(sorted(arguments.items())))
     kind = program.kinds.setdefault(named, Kind(type(module).__name__))
-    around = None if program.padding is None else program.padding.around_region
-    region = make(path, module, kind, arguments, program.checking, around)
+    region = make(path, module, kind, arguments, program.checking)
     program.regions.append(region)
     program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
     # Else a hook that is added within a region once it is compiled is left out without a word.

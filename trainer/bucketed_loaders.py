@@ -52,7 +52,6 @@ def padded_loaders(trainer: L.Trainer, program: Program) -> Iterator[None]:
     strategy, fit_loop = trainer.strategy, trainer.fit_loop
     with (
         replaced(strategy, "process_dataloader", padder),
-        replaced(strategy, "batch_to_device", partial(padder.batch_to_device, strategy.batch_to_device)),
         replaced(fit_loop, "setup_data", partial(padder.set_up_data, fit_loop.setup_data)),
     ):
         yield
@@ -77,13 +76,6 @@ class LoaderPadder:
     def padding(self) -> Padding:
         assert self.program.padding is not None
         return self.program.padding
-
-    def batch_to_device(self, to_device: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What Lightning's ``to_device`` returns, shown to the rule."""
-        batch = to_device(*args, **kwargs)
-        if self.padding.observe is not None:
-            self.padding.observe(batch)
-        return batch
 
     def set_up_data(self, set_up: Callable[[], None]) -> None:
         """Lightning or its learning rate finder may set up the first loader again."""

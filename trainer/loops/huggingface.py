@@ -238,8 +238,6 @@ class HuggingFaceLoop(SingleProcessLoop):
         inputs, padding = self._prepare(inputs), self._padding
         if padding is not None:
             inputs = to_edge(inputs, padding.ragged, padding.edge_of(length_of(inputs, padding.ragged)))
-            if padding.observe is not None:
-                padding.observe(inputs)
         return inputs
 
     def micro_batch_ends(self) -> None:

@@ -351,10 +351,7 @@ class PlainTraining:
         padding = self._program.padding
         if padding is None:
             return batch
-        batch = to_edge(batch, padding.ragged, padding.edge_of(length_of(batch, padding.ragged)))
-        if padding.observe is not None:
-            padding.observe(batch)
-        return batch
+        return to_edge(batch, padding.ragged, padding.edge_of(length_of(batch, padding.ragged)))
 
     def _pause(self, phase: str) -> None:
         if self._batch is not NO_BATCH and not self._loop.stepped:
