@@ -28,7 +28,6 @@ MORE = f"""\
 examples:
   crucible verify --list                                     # the rows
   crucible verify cpu-micro/regional                         # one row, three rounds
-  crucible verify h200-gpt2/whole --smoke                    # its arm on a small model, on a CPU: does it work here?
   crucible verify --publish NAME outputs/sweeps/<time>       # runs into records/NAME.jsonl; tables, pictures anew
   crucible verify --tables                                   # tables and pictures of docs made anew from their records
 
@@ -50,7 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
     add = made.add_argument
     add("what", nargs="*", metavar="ROW", help="a row of --list; runs, for --publish")
     add("--list", action="store_true", help="show the rows, run nothing")
-    add("--smoke", action="store_true", help="only train its arm and eager on a small model")
     add("--rounds", type=positive, default=3, metavar="N", help="rounds of the arm and eager (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="folder of the runs (default: outputs/verify/ROW-TIME)")
     add("--publish", metavar="NAME", help="write the records of runs into NAME.jsonl, make tables and pictures anew")
@@ -100,11 +98,11 @@ def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
         given = f"{' '.join(options.what)!r} is not a row" if options.what else "name a row"
         raise ValueError(f"{given} of crucible verify --list")
     row = rows[name]
-    if row.records[0].device_type == "cuda" and not options.smoke and not has_gpu():
-        raise ValueError(f"{name} is from {row.records[0].device}, and no GPU is here: --smoke trains its arm in small")
+    if row.records[0].device_type == "cuda" and not has_gpu():
+        raise ValueError(f"{name} is from {row.records[0].device}, and no GPU is here")
     base = base_of(name, rows)
     out = options.out or Path("outputs/verify", f"{name.replace('/', '-')}-{datetime.datetime.now():%F_%H-%M-%S}")
-    arguments = sweep_arguments(row, base, rounds=options.rounds, smoke=options.smoke, out=out)
+    arguments = sweep_arguments(row, base, rounds=options.rounds, out=out)
     shown = shlex.join([*program(), *arguments])
     print(shown, flush=True)
     code = subprocess.run([sys.executable, "-m", "trainer", *arguments], check=False).returncode
@@ -113,9 +111,6 @@ def verify(options: argparse.Namespace, rows: dict[str, PublishedRow]) -> int:
     if found is None or not ran[0].records:
         print(f"{name} did not run to its end here (exit code {code}): the lines above say why")
         return 1
-    if options.smoke:
-        print(f"{name} trains here in small, beside eager")
-        return code
     lines, holds = published.check(name, row, found, command=shown)
     print("\n".join(lines))
     return int(not holds or code != 0)
@@ -127,14 +122,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def sweep_arguments(row: PublishedRow, base: PublishedRow, *, rounds: int, smoke: bool, out: Path) -> list[str]:
+def sweep_arguments(row: PublishedRow, base: PublishedRow, *, rounds: int, out: Path) -> list[str]:
     """Arguments of ``python -m trainer`` that run a row and its baseline in rounds."""
     command, start = row.records[0].command, row.records[0].start
     shared = [word for word in command if word in base.records[0].command and not APART.match(word)]
     arms = dict.fromkeys((arm_of(base, shared), arm_of(row, shared)))
-    if smoke:
-        which = [word for word in shared if word.startswith("task.model=")]
-        shared = [f"experiment={in_small(command)}", *which, "trainer.val_every_n_steps=0"]  # which peers need
     return [
         "-m",
         f"sweep={out}",
@@ -150,15 +142,6 @@ def arm_of(row: PublishedRow, shared: list[str]) -> str:
     words = [word for word in row.records[0].command if word not in shared and not word.startswith(OWN)]
     first = next((word.partition("=")[2] for word in words if word.startswith("compile=")), "eager")
     return " ".join([first, *(word for word in words if not word.startswith("compile="))])
-
-
-def in_small(command: list[str]) -> str:
-    """The experiment that is a published one's in small."""
-    from trainer import CONF
-
-    experiment = next((word.removeprefix("experiment=") for word in command if word.startswith("experiment=")), "")
-    names = (experiment if experiment.endswith("smoke") else "", f"{experiment}_smoke")
-    return next((name for name in names if name and (CONF / "experiment" / f"{name}.yaml").is_file()), "smoke")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,6 @@ CONSTANTS = 2
 scale."""
 UNCALIBRATED = 16.0
 """Times the least tolerance where there is no more exact run."""
-MAX_TOLERANCE = 0.5
-"""Relative, beyond which a comparison says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

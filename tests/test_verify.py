@@ -63,7 +63,7 @@ def test_a_row_of_a_gpu_is_not_trained_without_one(
     monkeypatch.setattr(verify, "has_gpu", lambda: False)
     monkeypatch.setattr(verify.subprocess, "run", None)
     assert verify.main(["row/regional", "--records", str(records)]) == 2
-    assert "row/regional is from NVIDIA H200, and no GPU is here: --smoke" in capsys.readouterr().err
+    assert "row/regional is from NVIDIA H200, and no GPU is here" in capsys.readouterr().err
 
 
 def test_what_holds_and_what_does_not_is_said(
@@ -90,19 +90,6 @@ def test_an_arm_that_fails_here_has_not_been_verified(
     assert "did not run to its end" in capsys.readouterr().out
 
 
-def test_in_small_the_arm_is_trained_and_nothing_compared(
-    monkeypatch: pytest.MonkeyPatch, records: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, command = run(monkeypatch, records, sweep(graphs=1), "--smoke")
-    assert code == 0
-    assert "experiment=smoke" in command
-    assert "row/regional trains here in small" in capsys.readouterr().out
-    other = [record("eager", round=1), record("regional", round=1, status="failed")]
-    assert run(monkeypatch, records, other, "--smoke")[0] == 1
-    assert verify.in_small(["experiment=gpt2", "trainer.max_steps=9"]) == "gpt2_smoke"
-    assert verify.in_small(["experiment=captioning_base"]) == "smoke"
-
-
 def test_rows_are_listed_and_others_refused(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main(["--list", "--records", str(records)]) == 0
     assert "1.23 (1.20 to 1.25) times eager" in next(
@@ -120,21 +107,17 @@ def test_every_published_row_can_be_run_again(edge: None, tmp_path: Path) -> Non
     rows = verify.published_rows(verify.RECORDS)
     for name, row in rows.items():
         base = verify.base_of(name, rows)
-        shared, small = (
-            [word for word in arguments[2:] if not word.startswith("hydra.")]
-            for smoke in (False, True)
-            for arguments in [verify.sweep_arguments(row, base, rounds=1, smoke=smoke, out=tmp_path)]
-        )
+        arguments = verify.sweep_arguments(row, base, rounds=1, out=tmp_path)
+        shared = [word for word in arguments[2:] if not word.startswith("hydra.")]
         first, *more = verify.arm_of(row, shared).split()
-        for words in (shared, small) if row is base else (shared,):  # each takes a third of a second
-            assert compose([*words, f"compile={first}", *more]).trainer.max_steps > 0, name
+        assert compose([*shared, f"compile={first}", *more]).trainer.max_steps > 0, name
 
 
 def test_what_an_arm_sets_beside_its_strategies_is_the_arms(tmp_path: Path) -> None:
     eager, other = record("eager"), record("whole mode=reduce-overhead")
     other.command += ["run=peer", "repeat=cold"]
     base, row = rows_of([Run(tmp_path, eager), Run(tmp_path, other)])
-    arguments = verify.sweep_arguments(row, base, rounds=1, smoke=False, out=tmp_path)
+    arguments = verify.sweep_arguments(row, base, rounds=1, out=tmp_path)
     arm = "[whole] compile.whole.mode=reduce-overhead run=peer"
     assert arguments[2:5] == [*eager.command[:2], f'hydra.launcher.arms=["eager","{arm}"]']
 

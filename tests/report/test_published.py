@@ -20,9 +20,7 @@ from trainer.report.pictures import PICTURES
 from trainer.report.published import (
     BETTER,
     FAILS,
-    FIRST,
     HOLDS,
-    LONGEST,
     NOT_COMPARED,
     RATIO,
     judged,
@@ -72,22 +70,10 @@ def test_the_tables_of_docs_results_are_those_of_their_records() -> None:
     stale = [name for name, text in texts.items() if refreshed(text) != text]
     assert stale == [], "python -m scripts.verify --tables makes them anew"
     assert list(published.stale_pictures()) == [], "python -m scripts.verify --tables draws them anew"
-    shown = {match[3] for text in texts.values() for match in published.MARK.finditer(text)}
+    linked = set(re.findall(r"records/([\w-]+)\.jsonl", "".join(texts.values())))
     alone = set(re.findall(rf"pictures/({published.CURVES_ALONE}[\w-]+)-losses\.png", "".join(texts.values())))
     files = {file.stem for file in published.RECORDS.glob("*.jsonl") if not file.name.startswith(published.SAME)}
-    assert shown | alone == files, "each record belongs to a table, those of losses alone to a picture"
-
-
-def test_first_and_longest_steps_are_those_of_runs_with_a_point_a_step() -> None:
-    progress = [[0, 9.0], [1, 12.0], [2, 12.5], [3, 12.6]]
-    records = sweep()
-    for one in records[:2]:
-        one.steps, one.progress = 3, progress
-        one.config["trainer"] = {"log_every_n_steps": 1}
-    records[2].progress, records[2].steps = progress, 3  # points of every step, as short runs have, and not asked for
-    figures = rows_of(runs_of(records))[0].figures
-    assert figures[FIRST] == (12.0,)
-    assert figures[LONGEST] == pytest.approx((0.5,))
+    assert files <= linked | alone, "each record is behind a table, those of losses alone behind a picture"
 
 
 def test_the_first_pages_show_only_a_recorded_terminal_and_pictures_that_are_drawn_from_records() -> None:
@@ -202,22 +188,6 @@ def test_the_time_of_the_device_comes_from_runs_under_the_profiler() -> None:
     assert max(regional.figures[published.STEP]) < 200, "its own steps are not the row's"
     eager, _ = rows_of(runs_of(sweep()))
     assert "device ms a step" not in eager.figures
-
-
-def test_kernels_are_a_table_of_their_own(tmp_path: Path) -> None:
-    kernel = {"name": "gemm<256> *", "share": 0.25, "milliseconds_per_step": 7.5, "calls_per_step": 37.0}
-    facts = {"busy_seconds_per_step": 0.03, "idle_share": 0.01, "kernels": [kernel], "trace": "/home/me"}
-    profiled = record("regional", report={"profile": facts})
-    profiled.config["profile"] = "on"
-    file = tmp_path / "row.jsonl"
-    publish([on_disk(tmp_path / "runs", [*sweep(), profiled])], file)
-    text = "\n".join(published.kernels(find([file]), "records/row.jsonl"))
-    assert "`regional` · 30.0 ms of the device a step, idle 1.0%" in text
-    facts["idle_share"] = None  # as where steps vary much
-    publish([on_disk(tmp_path / "varying", [*sweep(), profiled])], tmp_path / "varying.jsonl")
-    assert "a step · " in published.kernels(find([tmp_path / "varying.jsonl"]), "")[0]
-    assert text.splitlines()[-1] == r"| 7.50 | 25.0% | 37 | gemm\<256> \* |"
-    assert "/home" not in file.read_text(encoding="utf-8")
 
 
 def test_several_workloads_make_no_table() -> None:

@@ -6,9 +6,9 @@ table between ``<!-- table: NAME -->`` and ``<!-- end -->``; of ``losses-*.jsonl
 ``*-models.jsonl`` hold several workloads; ``<!-- models: NAME -->`` begins a table of them all. Files ``same-*.jsonl``,
 of arms beside themselves, are for tests of the statistics. A ratio is the one that ``crucible
 compare`` gives, with the least and the largest of the rounds; other figures are medians. Of runs under the profiler
-only the device's own time of a step is taken, and the cold warm-up where no other run was; ``<!-- kernels: NAME -->``
-begins a table of what the device did in them. Where a page shows ``docs/pictures/NAME-PICTURE.png``, that picture
-(``pictures.PICTURES``) is drawn from the records. The README's table names its rows in ``<!-- summary``, one a line.
+only the device's own time of a step is taken, and the cold warm-up where no other run was. Where a page shows
+``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records. The README's table
+names its rows in ``<!-- summary``, one a line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +54,20 @@ SEVERAL = "models"
 """What the names of files end with that hold several workloads."""
 MAX_SPREAD = 0.05
 """Between the rounds of a row, over their median; beyond it the row is marked."""
-MARK = re.compile(r"(<!-- (table|models|kernels): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- (table|models): ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SUMMARY = re.compile(r"(<!-- summary\n(.*?)\n-->\n).*?(<!-- end -->)", re.DOTALL)
 """The README's table, with a row a line: ``FILE/ARM what is trained``."""
 RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
 TOKENS = "useful tokens/s"
 COLD, WARM = "warm-up s, cold", "warm-up s, warm"
-FIRST, LONGEST = "first step s", "longest later step s"
-"""From the start of the process to the end of its first optimizer step, and of those after it; where a run was asked
-for a point a step."""
 COUNTS = ("graphs", "graph breaks", "recompiles")
-NAMES = (RATIO, STEP, "device ms a step", TOKENS, "of roofline", FIRST, LONGEST, COLD, WARM, "peak GiB", *COUNTS, LOSS)
+NAMES = (RATIO, STEP, "device ms a step", TOKENS, "of roofline", COLD, WARM, "peak GiB", *COUNTS, LOSS)
 TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
 """The same of times and memory, which are compared on one model of GPU alone."""
 MORE_IS_BETTER = (RATIO, TOKENS, "of roofline")
-LESS_IS_BETTER = (STEP, "device ms a step", FIRST, LONGEST, COLD, WARM, "peak GiB", "graph breaks", "recompiles")
+LESS_IS_BETTER = (STEP, "device ms a step", COLD, WARM, "peak GiB", "graph breaks", "recompiles")
 HOLDS, BETTER, FAILS, NOT_COMPARED = "holds", "better", "DOES NOT HOLD", "not compared"
 Figures = dict[str, tuple[float, ...]]
 """Values by the name of a figure, of each round."""
@@ -113,13 +109,13 @@ def line_of(record: RunRecord) -> str:
 
 
 def _facts(facts: Any) -> Any:
-    """Numbers, verdicts and kernels; no other lists, no paths."""
+    """Numbers and verdicts; no lists, no paths."""
     if not isinstance(facts, dict):
         return facts
     return {
         name: _facts(value)
         for name, value in facts.items()
-        if isinstance(value, int | float) or name in ("verdict", "reason", "parity", "kernels")
+        if isinstance(value, int | float) or name in ("verdict", "reason", "parity")
     }
 
 
@@ -201,20 +197,12 @@ def _figures(row: Row, base: Row | None, profiled: Sequence[RunRecord]) -> Figur
         of_round = {}
     pairs = zip(steps, (of_round.get((record.seed, record.round)) for record in records), strict=True)
     cold = row.cell.over("warmup_seconds", "cold")
-    stepwise = [record for record in records if record.config.get("trainer", {}).get("log_every_n_steps") == 1]
-    ends = [
-        [seconds for _, seconds in record.progress[1:]]
-        for record in stepwise
-        if record.steps == len(record.progress) - 1
-    ]
     found: dict[str, Sequence[float | None]] = {
         RATIO: [eager / ours for ours, eager in pairs if ours and eager],
         STEP: [seconds and seconds * 1e3 for seconds in steps],
         "device ms a step": [seconds and seconds * 1e3 for seconds in busy],
         TOKENS: [record.useful_tokens_per_second for record in records],
         "of roofline": [record.roofline_share for record in records],
-        FIRST: [of_run[0] for of_run in ends],
-        LONGEST: [max((now - then for then, now in pairwise(of_run)), default=None) for of_run in ends],
         COLD: cold.values if cold else [one.warmup_seconds for one in profiled if one.cache in (None, "cold")],
         WARM: row.warm_warmup_seconds.values if row.warm_warmup_seconds else (),
         "peak GiB": [record.peak_device_memory_gib for record in records],
@@ -334,26 +322,6 @@ def _model_row(found: WorkloadComparison, row: PublishedRow) -> dict[str, str]:
     }
 
 
-def kernels(runs: Sequence[Run], link: str) -> list[str]:
-    """The lines of a table of the longest kernels, for each run under the profiler that has kept them."""
-    lines = []
-    for record in (run.record for run in runs if is_profiled(run)):
-        facts = record.report.get("profile", {})
-        if found := facts.get("kernels"):
-            columns = {
-                "ms a step": [f"{kernel['milliseconds_per_step']:.2f}" for kernel in found],
-                "share": [f"{kernel['share']:.1%}" for kernel in found],
-                "calls": [f"{kernel['calls_per_step']:g}" for kernel in found],
-                "kernel": [kernel["name"] for kernel in found],
-            }
-            device = f"{facts['busy_seconds_per_step'] * 1e3:.1f} ms of the device a step"
-            if facts.get("idle_share") is not None:  # steps may vary too much to say
-                device += f", idle {facts['idle_share']:.1%}"
-            head = f"`{record.label}` · {device} · {conditions_of([record])} · [records]({link})"
-            lines += [head, "", *piped(columns), ""]
-    return lines
-
-
 def summary(lines: Sequence[str], records: Path = RECORDS) -> list[str]:
     """A table for newcomers: trainings eager and compiled, each of ``lines`` as in ``SUMMARY``; then where and when.
 
@@ -404,7 +372,7 @@ def refreshed(text: str, records: Path = RECORDS) -> str:
 
     def made(match: re.Match[str]) -> str:
         file = records / f"{match[3]}.jsonl"
-        lines = {"table": table, "models": models, "kernels": kernels}[match[2]](find([file]), f"records/{file.name}")
+        lines = {"table": table, "models": models}[match[2]](find([file]), f"records/{file.name}")
         return "\n".join((match[1].rstrip("\n"), *lines, match[4]))
 
     def summed(match: re.Match[str]) -> str:
