@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def require_writable(option: str, file: Path | None) -> None:
+    """Raise ValueError where ``file`` of ``option`` cannot be one: before any work."""
+    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
+        raise ValueError(f"{option}={str(file)!r} is a folder, or lies in none")
 
 
 STEPS_HELP = "steps to give total times for (default: 500,2000,20000)"

@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from scripts.arguments import composed_training, exit_code, parser
-from scripts.bisect.search import MAX_SHAPES, ComparedModule, Report, named, searched
+from scripts.bisect.search import MAX_SHAPES, ComparedModule, Report, searched
 from strategies import Modular, Stage, Strategy
 from strategies.base import label
 from strategies.region import is_ancestor
 from trainer.advice import program
 from trainer.process import StopRequest, quick_exit, uninterrupted_import
-from trainer.telemetry.serialization import counted
+from trainer.telemetry.serialization import counted, first_few
 
 EXAMPLES = """\
 examples:
@@ -105,15 +105,15 @@ def lines(report: Report, what: str) -> Iterator[str]:
         if first.children:
             yield "  nothing that it calls is at fault alone: it is its own code, or its parts in one graph"
         if others:
-            paths = named([look.path for look in others])
+            paths = first_few([look.path for look in others])
             yield f"  so {'is' if len(others) == 1 else 'are'} {len(others)} more of its class: {escape(paths)}"
     if culprits and (rest := report.equal_modules):
         equal = "1 submodule equals" if len(rest) == 1 else f"{len(rest)} submodules equal"
-        yield f"[bold]the rest[/]: {equal} eager: {escape(named(rest))}"
+        yield f"[bold]the rest[/]: {equal} eager: {escape(first_few(rest))}"
     for look in report.not_compared:
         yield f"[dim]not compared: {escape(f'{look.path}: {look.skipped}')}[/]"
     if report.never_called:
-        yield f"[dim]never called in these steps: {escape(named(report.never_called))}[/]"
+        yield f"[dim]never called in these steps: {escape(first_few(report.never_called))}[/]"
 
 
 # ---- how to continue -------------------------------------------------------------------------------------------------

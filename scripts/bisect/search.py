@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,11 +83,6 @@ def all_of(looks: Iterable[ComparedModule]) -> Iterator[ComparedModule]:
     for look in looks:
         yield look
         yield from all_of(look.children)
-
-
-def named(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(paths[:3]) + more
 
 
 def searched(strategies: Iterable[Strategy]) -> tuple[list[Strategy], list[str]]:

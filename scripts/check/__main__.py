@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.arguments import exit_code, parser, positive
+from scripts.arguments import exit_code, parser, positive, require_writable
 from scripts.check import comment, judge, rounds
 from scripts.check.measurement import FILE_NAME, Measured, measured, save
 from strategies.compile_errors import redact
@@ -77,9 +77,7 @@ def checked(options: argparse.Namespace) -> int:
         raise ValueError(f"{(options.overrides or ['--runs'])[0]}: not beside a script, which has its own arguments")
     if options.runs and options.overrides:
         raise ValueError(f"{options.overrides[0]}: not beside --runs, which trains nothing")
-    place = options.comment
-    if place is not None and (place.is_dir() or not place.resolve().parent.is_dir()):
-        raise ValueError(f"--comment={str(place)!r} is a folder, or lies in none")
+    require_writable("--comment", options.comment)
     this = rounds.this_side()
     base = options.base or (FILE_NAME if Path(FILE_NAME).is_file() else None)
     if options.update:

@@ -10,12 +10,10 @@ from scripts.check.measurement import Measured, Place
 from trainer.advice import program
 from trainer.report.runs import DECISIVE_VERSIONS
 from trainer.report.tables import ABSENT, Columns, kept, piped, plain_lines
-from trainer.telemetry.serialization import counted
+from trainer.telemetry.serialization import counted, first_few
 
 KINDS = {"graph_break": "graph break", "recompile": "recompile"}
 FAILED, PASSED = "❌", "✅"
-MAX_NAMES = 3
-"""Of what is not clean for one reason."""
 MARK = "<!-- crucible check -->"
 """First line of the comment, by which a workflow may find it."""
 
@@ -103,8 +101,7 @@ def _by_reason(found: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Names of what is not clean for one reason, which is often that of each copy of a block."""
     for reason in dict.fromkeys(found.values()):
         names = [name for name, why in found.items() if why == reason]
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        yield ", ".join(names[:MAX_NAMES]) + more, reason
+        yield first_few(names), reason
 
 
 def _where(place: Place) -> str:

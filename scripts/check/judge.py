@@ -10,7 +10,7 @@ from scripts.check.measurement import Measured, Place
 from trainer.report import statistics
 from trainer.report.statistics import NOT_SHOWN, SLOWER, Ratio, Sample
 from trainer.report.tables import ABSENT, estimated
-from trainer.telemetry.serialization import counted
+from trainer.telemetry.serialization import counted, first_few
 
 TOLERANCE = 0.1
 """How much slower a step may be before that counts, relatively."""
@@ -191,8 +191,7 @@ def _judge_checks(made: Judgement, base: Measured | None) -> None:
     known = {} if base is None else base.not_clean
     made.new_not_clean = {name: why for name, why in made.this.not_clean.items() if name not in known}
     if made.new_not_clean:
-        first, *more = made.new_not_clean
-        made.worse.append(f"checks are not clean: {first}{f' and {len(more)} more' if more else ''}")
+        made.worse.append(f"checks are not clean: {first_few(list(made.new_not_clean), most=1)}")
 
 
 def _judge_count(made: Judgement, base: Measured | None, what: str, name: str) -> None:

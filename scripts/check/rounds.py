@@ -160,9 +160,7 @@ def run_rounds(
         for run in runs:
             run.record.round = blank.round
         found[side.name] += runs
-        speed = f" · {record.steady_steps_per_second:.2f} steps/s" if record.steady_steps_per_second else ""
-        reason = f" · {record.reason.splitlines()[0]}" if cell.exit_code != 0 and record.reason else ""
-        log(f"{name}: {record.status}{speed} · {time.monotonic() - began:.0f} s{reason}")
+        log(f"{name}: {cell.outcome(time.monotonic() - began)}")
     return found
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich import markup
 from rich.console import Console
 
-from scripts.arguments import composed_training, exit_code, parser, positive
+from scripts.arguments import composed_training, exit_code, parser, positive, require_writable
 from scripts.explain import BATCHES, Explanation, Finding
 from trainer.process import StopRequest, quick_exit, uninterrupted_import
 from trainer.telemetry.serialization import counted
@@ -44,8 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def explained(options: argparse.Namespace, stop: StopRequest) -> int:
-    if options.json is not None and (options.json.is_dir() or not options.json.resolve().parent.is_dir()):
-        raise ValueError(f"--json={str(options.json)!r} is a folder, or lies in none")
+    require_writable("--json", options.json)
     config, _ = composed_training(options.overrides, config_dir=options.config_dir, looks="explain looks at")
     if not config.compile:
         raise ValueError("compile=eager: compiles nothing, there is nothing to explain; try compile=whole")

@@ -24,6 +24,7 @@ from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
+from trainer.telemetry.serialization import first_few
 from trainer.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -223,9 +224,8 @@ class Checks(StepHook):
 
     def _fell_back(self, kind: Kind, regions: list[Region]) -> None:
         paths = [one.path for one in regions]
-        named = f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
         runs = "runs" if len(paths) == 1 else "run"
-        line = f"{kind.name}: {named} {runs} eager from step {self._loop.steps_done + 1} on: {kind.failure}"
+        line = f"{kind.name}: {first_few(paths)} {runs} eager from step {self._loop.steps_done + 1} on: {kind.failure}"
         if kind.remedies:
             line = f"{line}; compiled with {', '.join(one.name for one in kind.remedies)}, too"
         if kind.differs:

@@ -13,10 +13,8 @@ from strategies import Program
 from strategies.loop_protocol import Loop, StepHook, gathered
 from strategies.regions import CalledModules, instead_of, uncompile
 from trainer.telemetry.record import RunRecord
+from trainer.telemetry.serialization import first_few
 from trainer.telemetry.telemetry import Telemetry
-
-SHOWN = 3
-"""Paths that the line names."""
 
 
 class FirstCalls(StepHook):
@@ -71,10 +69,6 @@ class FirstCalls(StepHook):
         found.compile(taken)
         self._record.regions = len(program.regions)
         program.notes.append(
-            f"{found.name}: {_named(gone)} {'is' if len(gone) == 1 else 'are'} never called as a module; "
+            f"{found.name}: {first_few(gone)} {'is' if len(gone) == 1 else 'are'} never called as a module; "
             f"compiling what is called instead: {', '.join(taken)}"
         )
-
-
-def _named(paths: list[str]) -> str:
-    return f"{', '.join(paths[:SHOWN])}{f' and {len(paths) - SHOWN} more' if len(paths) > SHOWN else ''}"

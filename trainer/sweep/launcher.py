@@ -22,7 +22,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
@@ -213,11 +212,8 @@ def run_cells(cells: Sequence[PlannedCell], signals: Sequence[int], log: Callabl
         else:
             log(f"{name} -> {cell.directory}")
             run_cell(cell, signals)
-        record, left = cell.record, sum(each.exit_code is None for each in cells)
-        speed = f" · {record.steady_steps_per_second:.2f} steps/s" if record.steady_steps_per_second else ""
-        reason = f" · {record.reason.splitlines()[0]}" if cell.exit_code != 0 and record.reason else ""
-        took = timedelta(seconds=round(time.monotonic() - began))
-        log(f"{name}: {record.status}{speed} · {took}{reason} ({left} left)")
+        left = sum(each.exit_code is None for each in cells)
+        log(f"{name}: {cell.outcome(time.monotonic() - began)} ({left} left)")
         if cell.caches is not None and cell is [each for each in cells if each.pair == cell.pair][-1]:
             shutil.rmtree(cell.caches, ignore_errors=True)  # nobody needs them any more
 

@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 
 from trainer.advice import program
@@ -65,6 +66,13 @@ class PlannedCell:
     @property
     def title(self) -> str:
         return " ".join(self.chosen) or "one cell"
+
+    def outcome(self, seconds: float) -> str:
+        """How it ended after ``seconds``, in a line."""
+        record = self.record
+        speed = f" · {record.steady_steps_per_second:.2f} steps/s" if record.steady_steps_per_second else ""
+        reason = f" · {record.reason.splitlines()[0]}" if self.exit_code != 0 and record.reason else ""
+        return f"{record.status}{speed} · {timedelta(seconds=round(seconds))}{reason}"
 
     @property
     def shared(self) -> tuple[str, ...]:
