@@ -1,4 +1,4 @@
-"""Scripts: each is run as ``python -m scripts.<name>``."""
+"""Scripts: the commands beside training, each run as ``python -m scripts.<name>``."""
 
 import sys
 

@@ -1,7 +1,8 @@
 """Runs as a page to look at: ``crucible report RUNS -o report.html``
 
 One self-contained HTML file: verdicts, tables, curves of total time that cross where compiling has paid for itself,
-losses, graph breaks and recompiles, conditions and commands. Reads records only; torch is not imported.
+losses, graph breaks and recompiles, conditions and commands. Reads records only; torch is not imported. For whoever
+has compared and shows it to others.
 """
 
 # Nothing is loaded from anywhere and no script runs: pictures are SVG inside the page, tables scroll inside their own

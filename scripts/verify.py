@@ -2,6 +2,7 @@
 
 It trains the row's arm and eager in rounds, each in a fresh process, as they were for the table. Ratios, the loss,
 graphs and recompiles are compared with the published interval; times and memory where the GPU is of the same model.
+For readers of docs/results who have the hardware and doubt a row, and for whoever publishes one.
 """
 
 from __future__ import annotations

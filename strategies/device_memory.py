@@ -1,4 +1,4 @@
-"""Memory: how much of a CUDA device could be had."""
+"""Memory: how much of a CUDA device could be had. Checks ask before they copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``compile=modular``: different settings for different parts of a module, by declared name or by path."""
+"""``compile=modular``: different settings for different parts of a module, by declared name or by path.
+
+For models of unlike parts: an encoder of fixed shapes beside a decoder of ragged ones.
+"""
 
 from __future__ import annotations
 

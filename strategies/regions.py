@@ -1,4 +1,7 @@
-"""Compile a submodule in place, or a method of one: same object, same state-dict keys, no wrapper."""
+"""Compile a submodule in place, or a method of one: same object, same state-dict keys, no wrapper.
+
+Every strategy that compiles modules does it by this.
+"""
 
 from __future__ import annotations
 

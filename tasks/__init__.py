@@ -1,4 +1,7 @@
-"""Tasks: what is learned, the data it learns from, and what it declares to the compiler."""
+"""Tasks: what is learned, the data it learns from, and what it declares to the compiler.
+
+Strategies are tried and measured on them; a task of your own begins as a copy of one.
+"""
 
 from __future__ import annotations
 

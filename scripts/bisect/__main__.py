@@ -1,7 +1,8 @@
 """Find the submodule whose compiled results are not eager's: ``crucible bisect compile=whole``.
 
 Takes the trainer's overrides and compares what they compile with eager at the first call of each region, and what a
-region calls where that is not eager's or does not compile, down to the smallest submodule at fault.
+region calls where that is not eager's or does not compile, down to the smallest submodule at fault. For whoever has a
+loss that is another one when compiled, and wants to know which layer it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``compile=[regional,buckets]``: ragged lengths padded up to a few edges that are fitted to the data.
 
 A Lightning project takes part with what its batches hold and, where it is cheap, the lengths of its examples
-(docs/strategies.md). Attention has to mask what is padded, and the loss to ignore it: that is the module's part.
+(docs/strategies.md). Attention has to mask what is padded, and the loss to ignore it: that is the module's part. For
+data of varying lengths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``compile=[regional,cached]``: start warm from compiled artifacts kept at any URL, and keep what was compiled."""
+"""``compile=[regional,cached]``: start warm from compiled artifacts kept at any URL, and keep what was compiled.
+
+For trainings that start often, or on many machines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models as transformers, timm, torchvision and Torch Geometric define them, and two in plain PyTorch."""
+"""Models as transformers, timm, torchvision and Torch Geometric define them, and two in plain PyTorch.
+
+For what compiling gains on code that was not written for it.
+"""
 
 MODELS: dict[str, tuple[str, str | None]] = {
     "llama": ("Llama", "transformers"),

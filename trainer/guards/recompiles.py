@@ -1,4 +1,7 @@
-"""Recompiles: once all shapes of batch have come, what compiles is reported or ends the run, as ``buckets`` says."""
+"""Recompiles: once all shapes of batch have come, what compiles is reported or ends the run, as ``buckets`` says.
+
+For runs whose shapes are planned, in which every later compile is a mistake.
+"""
 
 from __future__ import annotations
 

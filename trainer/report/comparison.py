@@ -1,5 +1,8 @@
 """Comparison: the arms of each workload side by side, with ratios to the baseline, break-even and a verdict; and what a
-reader must know of an arm before believing its figures."""
+reader must know of an arm before believing its figures.
+
+``crucible compare``, the end of a sweep, the report and published tables all show what is found here.
+"""
 
 from __future__ import annotations
 

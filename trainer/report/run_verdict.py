@@ -1,7 +1,8 @@
 """The verdict of a single run: was it faster than eager, how long was the wait, when does that pay, what to try next.
 
 Eager and the run take real steps by turns (``trainer.guards.timing``). Those pairs are judged as a sweep's pairs of
-runs are, and the wait is made up for by the same arithmetic (``statistics``).
+runs are, and the wait is made up for by the same arithmetic (``statistics``). For whoever has trained once and
+compared nothing.
 """
 
 from __future__ import annotations

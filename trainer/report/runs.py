@@ -1,8 +1,8 @@
 """Runs on disk, and the cells of a comparison: all runs of one workload under one arm.
 
-A **workload** is a task, what is done with it, and every setting that a step depends on. How long is trained, how often
-it is logged or validated, and where the data lies may differ between its runs. An **arm** is a list of strategies with
-their parameters: ``whole (mode=reduce-overhead)``.
+A **workload** is a task, what is done with it, and every setting that a step depends on. How long is trained, how
+often it is logged or validated, and where the data lies may differ between its runs. An **arm** is a list of
+strategies with their parameters: ``whole (mode=reduce-overhead)``. Whatever compares runs begins here.
 """
 
 from __future__ import annotations

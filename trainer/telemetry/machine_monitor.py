@@ -1,7 +1,8 @@
 """Machine: the board's energy, and what else ran while steps were timed. Imports no torch.
 
 Processor time of others is all that the processors spent less what this process and its descendants spent: data and
-compile workers make load too. Others do harm where a thread of this process waited for a processor meanwhile.
+compile workers make load too. Others do harm where a thread of this process waited for a processor meanwhile. A
+comparison asks it whether the machine was quiet; the joules per sample come from it.
 """
 
 from __future__ import annotations

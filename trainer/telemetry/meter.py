@@ -1,6 +1,7 @@
 """The meter: times optimizer steps, sorts them into warm-up and steady state, and turns the steady ones into rates.
 
-A window is the steps between two points of a curve. Its losses travel to the host while the next one is filled.
+A window is the steps between two points of a curve. Its losses travel to the host while the next one is filled. Every
+rate in a record and on TensorBoard is made of its steps.
 
 A step is steady when it comes after the first ``warmup_steps``, nothing was compiled or captured during it, and its
 batches have shapes that were there before. (Libraries plan, and allocators ask for memory, once for each: cuDNN's

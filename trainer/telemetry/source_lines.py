@@ -1,4 +1,7 @@
-"""Source: which frame of a stack is the user's, and the text of a line."""
+"""Source: which frame of a stack is the user's, and the text of a line.
+
+Graph breaks, recompiles and failures are named by a line that the user can change.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """TensorBoard: the keys of every run, its row in the table of runs and its pages.
 
 ``docs/reference.md`` documents each key. TensorBoard sorts groups by name: speed, then loss. Needs no torch to import.
+For whoever watches a run, or compares many in TensorBoard's table.
 """
 
 from __future__ import annotations
