@@ -74,16 +74,16 @@ def test_the_wheel_works_from_a_directory_with_folders_of_the_same_names(tmp_pat
     metadata = installed / "other_trainer-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-trainer\nVersion: 1\n")
-    for package in ("tasks", "trainer"):
+    crucible, module = str(installed / "bin" / "crucible"), ["-m", "trainer", "task=micro"]
+    commands = {
+        "tasks": [module, [crucible, "task=micro"], ["-P", "-c", "from crucible import Task, Compile"]],
+        "trainer": [module, [crucible, "doctor"]],
+    }
+    for package, given in commands.items():
         (installed / package / "__init__.py").write_text("")
         (metadata / "RECORD").write_text(f"{package}/__init__.py,,\n")
         said = f"other-trainer installs a package {package!r} too"
-        for command in (
-            ["-m", "trainer", "task=micro"],
-            [str(installed / "bin" / "crucible"), "task=micro"],
-            [str(installed / "bin" / "crucible"), "doctor"],
-            ["-P", "-c", "from crucible import Task, Compile"],
-        ):
+        for command in given:
             done = subprocess.run(
                 [sys.executable, *command], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
             )
