@@ -1,10 +1,10 @@
 """Faults planted in one of two processes that train together: ``python -m tests.gpu.rank_faults FOLDER``
 
-A Lightning script with our callback is started by torchrun or by Lightning's own launcher, under DDP and FSDP2, captured
-and not, over NCCL on two GPUs, or over gloo with ``--cpu``. One of its processes then fails, is slow or does something
-else. Each row says how long after that all processes had ended, the exit code, and the first line that names the one at
-fault. A row is fine where no process outlives its deadline, the line is there, and no healthy run was ended. Jobs are
-not timed for speed and run beside each other, all on the same two GPUs.
+A Lightning script with our callback is started by torchrun or by Lightning's own launcher, under DDP and FSDP2,
+captured and not, over NCCL on two GPUs, or over gloo with ``--cpu``. One of its processes then fails, is slow or does
+something else. Each row says how long after that all processes had ended, the exit code, and the first line that names
+the one at fault. A row is fine where no process outlives its deadline, the line is there, and no healthy run was ended.
+Jobs are not timed for speed and run beside each other, all on the same two GPUs.
 
     --seconds 250      for all of it: jobs that do not fit any more are left out, and named
     --only killed,slow
@@ -143,10 +143,9 @@ def train(fault: str, arm: str, captured: bool, cpu: bool, folder: Path) -> None
     """Train a small network in a script of one's own, and do ``fault`` on rank 1."""
     import lightning as L
     import torch
+    from crucible import DDP, FSDP2, Compile, CudaGraph, Regional
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
-
-    from crucible import DDP, FSDP2, Compile, CudaGraph, Regional
 
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     mine = rank == 1

@@ -187,6 +187,12 @@ class DistributedLoop(RankReductions):
     def collectives_obstacle(self) -> str | None:
         strategy = self._trainer.strategy
         if isinstance(strategy, lightning_classes(SingleDeviceStrategy, ModelParallelStrategy)):
+            # Options of ours: what is gathered or reduced differs between the micro-batches of a step then.
+            kept = not getattr(strategy, "reshard_after_backward", True) or getattr(
+                strategy, "reduce_each_micro_batch", False
+            )
+            if kept and self._trainer.accumulate_grad_batches > 1:
+                return "with accumulation, reshard_after_backward=false and reduce_each_micro_batch=true run uncaptured"
             return None
         model = strategy.model
         if not isinstance(strategy, lightning_classes(DDPStrategy)) or not isinstance(model, DistributedDataParallel):
