@@ -71,8 +71,8 @@ class TrainerConfig:
     """``strategy=fsdp2``: whether blocks free their gathered parameters after the forward and gather them again for the
     backward; false = faster, for memory of all parameters."""
     reshard_after_backward: bool = True
-    """``strategy=fsdp2`` with accumulation: whether blocks free their gathered parameters between the micro-batches of a
-    step; false = fewer gathers, for memory of all parameters."""
+    """``strategy=fsdp2`` with accumulation: whether blocks free their gathered parameters after the backward of each
+    micro-batch, not of the last one alone; false = fewer gathers, for memory of all parameters."""
     reduce_each_micro_batch: bool = False
     """``strategy=fsdp2`` with accumulation: whether each micro-batch reduces its gradients, so that nobody holds whole
     ones; false = only the last one reduces, for memory of all gradients in float32."""

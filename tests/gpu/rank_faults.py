@@ -41,8 +41,9 @@ DEADLINE = 20.0
 """Seconds that a collective may wait for a process: the timeout of the group."""
 PATIENT = 90.0
 """The same, of runs in which a process is only slow."""
-AFTER = 30.0
-"""Seconds that the launcher may take to end the others once a process has failed; torchrun's agent kills after 30."""
+AFTER = 45.0
+"""Seconds until all have ended once a process has failed: torchrun's agent kills what does not end by SIGTERM after 30,
+and a process with a broken connection looks 5 for what is behind it."""
 LIMIT = 130.0
 """Seconds that a job may take; the others wait for its place."""
 STEPS, AT = 30, 16
@@ -50,6 +51,7 @@ STEPS, AT = 30, 16
 NAMED = (
     r"(failed|error|interrupted): .*rank 1 \(.*",
     r"rank 1 \(.+, pid \d+\).*",
+    r"no batch for .*rank 1 \(.*",
     r".*rank 1\b.*has no batch.*",
     r"rank +: 1 \(local_rank: 1\).*",
     r".*local_rank: 1.*",
@@ -129,7 +131,7 @@ def plan(*, cpu: bool) -> list[Job]:
     for fault in faults:
         if not cpu and fault in (*first, "training_step raises", "callback raises", "out of memory", "terminated"):
             jobs += [Job(fault, arm, captured=True) for arm in ("ddp", "fsdp2")]
-        both = cpu or fault in (*first, "training_step raises", "terminated", "out of memory", "os._exit", "sys.exit")
+        both = fault in (*first, "training_step raises", "terminated", "data worker raises", "sys.exit")
         jobs += [Job(fault, arm) for arm in (("ddp", "fsdp2") if both else ("ddp",))]
         if fault in ("killed", "training_step raises", "error handled by the script", "sys.exit"):
             jobs.append(Job(fault, "ddp", launcher="Lightning"))
@@ -139,7 +141,7 @@ def plan(*, cpu: bool) -> list[Job]:
 # ---- in each of the two processes -----------------------------------------------------------------------------------
 
 
-def train(fault: str, arm: str, captured: bool, cpu: bool, folder: Path) -> None:
+def train(fault: str, arm: str, launcher: str, captured: bool, cpu: bool, folder: Path) -> None:
     """Train a small network in a script of one's own, and do ``fault`` on rank 1."""
     import lightning as L
     import torch
@@ -249,7 +251,8 @@ def train(fault: str, arm: str, captured: bool, cpu: bool, folder: Path) -> None
         strategies = [CudaGraph()]
     if mine and fault == "other strategies":
         strategies = []
-    timeout = timedelta(seconds=PATIENT if FAULTS[fault].patient else DEADLINE)
+    patient = FAULTS[fault].patient or launcher == "Lightning"  # which starts rank 1 when rank 0 has imported all
+    timeout = timedelta(seconds=PATIENT if patient else DEADLINE)
     strategy: Any = DDP(captures=captured, timeout=timeout) if arm == "ddp" else FSDP2(timeout=timeout)
     own_batches = fault in ("fewer batches", "no batch")
     workers = 1 if fault == "data worker raises" else 0
@@ -287,7 +290,7 @@ def train(fault: str, arm: str, captured: bool, cpu: bool, folder: Path) -> None
 
 def start(job: Job, folder: Path, *, cpu: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    words = ["--train", job.fault, job.arm, str(int(job.captured)), str(int(cpu)), str(folder)]
+    words = ["--train", job.fault, job.arm, job.launcher, str(int(job.captured)), str(int(cpu)), str(folder)]
     port = free_port()
     agent = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     started = agent if job.launcher == "torchrun" else []
@@ -410,8 +413,8 @@ def table(jobs: Sequence[Job]) -> str:
 
 def main(given: Sequence[str]) -> None:
     if given[:1] == ["--train"]:
-        fault, arm, captured, cpu, folder = given[1:]
-        train(fault, arm, captured == "1", cpu == "1", Path(folder))
+        fault, arm, launcher, captured, cpu, folder = given[1:]
+        train(fault, arm, launcher, captured == "1", cpu == "1", Path(folder))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs ends with this process
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

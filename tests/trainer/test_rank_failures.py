@@ -334,7 +334,7 @@ def test_a_run_that_stands_still_says_where_once(monkeypatch: pytest.MonkeyPatch
     time.sleep(4.5)
     deadline.end()
     (line,) = said
-    assert re.match(r"no batch for 0 min, rank 3 \(.+\), step 17\nthread .+:\n", line)
+    assert re.match(r"no batch for \d s, rank 3 \(.+\), step 17\nthread .+:\n", line)
     assert "time.sleep(4.5)" in line
 
 
@@ -352,7 +352,7 @@ def with_a_device_that_waits(output: Path) -> None:
     with output.open("w") as file:
         os.dup2(file.fileno(), 2)
     torch.cuda.Event = NeverDone  # type: ignore[assignment,misc]
-    deadline = rank_failures.Deadline(1, device_seconds=1.0)
+    deadline = rank_failures.Deadline(1, 1.0, captures=True)
     deadline.batch_begins(5)
     deadline.batch_ends()
     time.sleep(120)
