@@ -190,6 +190,11 @@ class Loop(Protocol):
     def capture_warmup_steps(self) -> int:
         """Steps that the processes must have taken together before one is captured."""
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where DDP has wrapped the module to be captured, and where its steps run: the gradients that DDP waits for
+        would else cross streams in every backward. None = wherever."""
+
     def capture_obstacles(self) -> Iterable[str]:
         """What the loop does on the host in every step, which no CUDA graph repeats."""
 

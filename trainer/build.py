@@ -251,6 +251,8 @@ def _strategy(config: Config, name: str) -> Strategy | str:
     if name == "fsdp2":
         return FSDP2(
             reshard_after_forward=config.trainer.reshard_after_forward,
+            reshard_after_backward=config.trainer.reshard_after_backward,
+            reduce_each_micro_batch=config.trainer.reduce_each_micro_batch,
             save_distributed_checkpoint=config.trainer.sharded_checkpoints,
         )
     if name not in ("ddp", "ddp_find_unused_parameters_true"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from torch.nn.parameter import is_lazy
 from trainer.advice import speaking_python
 from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.compiled_training import CompiledTraining
-from trainer.loops.distributed import EpochEnds, SigtermAgreement, epoch_ends
+from trainer.loops.distributed import EpochEnds, SigtermAgreement, epoch_ends, group_timeout
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import lightning_classes, replaced, sigterm_kept
 from trainer.loops.rank_consistency import code_of, compare_facts
-from trainer.loops.rank_failures import STILL_SECONDS, Deadline, Failures
+from trainer.loops.rank_failures import Deadline, Failures
 from trainer.loops.training_info import TrainingInfo
 from trainer.telemetry.serialization import flatten
 
@@ -118,7 +119,13 @@ class Compile(CompiledTraining, L.Callback):
         if trainer.world_size > 1:
             self._epoch_ends = epoch_ends(trainer)
         self.begin(LightningLoop(trainer), training_info_of(trainer))
-        self._deadline = Deadline(trainer.global_rank, self._device_seconds(trainer))
+        several = trainer.world_size > 1
+        captures = several and any(one.captures_step for one in self.program.strategies)  # type: ignore[union-attr]
+        self._deadline = Deadline(
+            trainer.global_rank,
+            group_timeout().total_seconds() if several else math.inf,
+            captures=captures and trainer.strategy.root_device.type == "cuda",
+        )
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -193,15 +200,6 @@ class Compile(CompiledTraining, L.Callback):
         if self._deadline is not None:
             self._deadline.end()
             self._deadline = None
-
-    def _device_seconds(self, trainer: L.Trainer) -> float | None:
-        """How long the device may work on one batch, where nothing else sees to that: as long as the group waits."""
-        assert self.program is not None
-        captures = trainer.world_size > 1 and any(one.captures_step for one in self.program.strategies)
-        if not captures or trainer.strategy.root_device.type != "cuda":
-            return None
-        timeout: Any = getattr(trainer.strategy, "_timeout", None)
-        return STILL_SECONDS if timeout is None else timeout.total_seconds()
 
     def _compare_processes(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Raises ValueError, in all processes alike, where they are not."""

@@ -72,6 +72,12 @@ class TrainerConfig:
     reshard_after_forward: bool = True
     """``strategy=fsdp2``: whether blocks free their gathered parameters after the forward and gather them again for the
     backward; false = faster, for memory of all parameters."""
+    reshard_after_backward: bool = True
+    """``strategy=fsdp2`` with accumulation: whether blocks free their gathered parameters after the backward of each
+    micro-batch, not of the last one alone; false = fewer gathers, for memory of all parameters."""
+    reduce_each_micro_batch: bool = False
+    """``strategy=fsdp2`` with accumulation: whether each micro-batch reduces its gradients, so that nobody holds whole
+    ones; false = only the last one reduces, for memory of all gradients in float32."""
     precision: str = "auto"
     """One of ``PRECISIONS``; ``auto`` = bf16-mixed on a CUDA device that has bfloat16, else 32-true."""
     max_steps: int = 600
@@ -118,8 +124,12 @@ class TrainerConfig:
         complaints = invalid_values(self, "trainer.", choices, AT_LEAST)
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             complaints.append(f"trainer.gradient_clip_val={self.gradient_clip_val} must be above 0, or null for none")
-        if not self.reshard_after_forward and self.strategy != "fsdp2":
-            complaints.append(f"trainer.reshard_after_forward=false is for trainer.strategy=fsdp2, not {self.strategy}")
+        for name in ("reshard_after_forward", "reshard_after_backward", "reduce_each_micro_batch"):
+            value = getattr(self, name)
+            if self.strategy != "fsdp2" and value is not (name != "reduce_each_micro_batch"):
+                complaints.append(
+                    f"trainer.{name}={str(value).lower()} is for trainer.strategy=fsdp2, not {self.strategy}"
+                )
         if self.strategy == "fsdp2" and self.precision == "16-mixed":
             complaints.append(
                 "trainer.precision=16-mixed: the scaler of float16 knows no shards; trainer.strategy=fsdp2 takes "

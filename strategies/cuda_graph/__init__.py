@@ -68,7 +68,7 @@ class CudaGraph(Strategy):
         else:
             reason = f"CUDA graphs need a CUDA device, this run trains on {program.device.type}"
         if program.device.type == "cuda" and (reason is None or self.scope != "step"):
-            engine = CudaEngine(program.device)
+            engine = CudaEngine(program.device, program.loop.stream)
             program.step = StepGraphs(engine)
             if self.scope != "step":
                 program.network = NetworkGraphs(engine, program.device, wanted=self.scope == "network")

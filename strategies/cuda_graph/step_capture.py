@@ -34,6 +34,7 @@ from strategies.cuda_graph.step_graphs import (
     Observation,
     StateChanges,
     StepGraphs,
+    on_stream,
 )
 from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
 from strategies.optimizer.step import GraphedStep, graphed
@@ -151,7 +152,8 @@ class StepCapture(StepHook):
         """Run one micro-batch; returns what ``MicroBatch.run`` does."""
         self._take_optimizer()
         if self._graphs.given_up:
-            return go(micro)
+            with on_stream(self._loop.stream):
+                return go(micro)
         constants = None
         if micro.ends and self._optimizer is not None:
             if self._of._optimizer_step_pre_hooks or self._of._optimizer_step_post_hooks:
@@ -166,7 +168,7 @@ class StepCapture(StepHook):
                         "its hyperparameters change all the time, and its kernels take them by value"
                     )
             if self._graphs.given_up:
-                return go(micro)
+                return self.run(micro, go)
         optimizer = self._optimizer if micro.ends else None
         calls = _Calls(self, micro, optimizer)
         try:
@@ -181,7 +183,7 @@ class StepCapture(StepHook):
         except StateChanges as error:
             reset_fsdp_state(self._module, gradients=self._unreduced is None)
             self._stop(str(error))
-            return go(micro)
+            return self.run(micro, go)
         if micro.ends and optimizer is None:
             given = outputs
             outputs = micro.optimize(outputs)

@@ -55,23 +55,32 @@ class Engine(Protocol):
 _WAITS = "called a synchronizing CUDA operation"
 
 
-class CudaEngine:
-    """CUDA graphs on one device: captured on one side stream, into one memory pool."""
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Inside, on ``stream``, between what the current one does before and after; None = on the current one."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
-    def __init__(self, device: torch.device) -> None:
+
+class CudaEngine:
+    """CUDA graphs on one device: captured on one side stream, ``stream`` if given, into one memory pool."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._generator = torch.cuda.default_generators[torch.cuda._utils._get_device_index(device, optional=True)]
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device) if stream is None else stream
         self._pools: dict[Hashable, Any] = {}
 
     def eager(self, call: Callable[[], Any]) -> Any:
         """Run ``call`` on the side stream, where its libraries set up what a capture may not."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), as_capturing():
-            results = call()
-        current.wait_stream(self._stream)
-        return results
+        with on_stream(self._stream), as_capturing():
+            return call()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[str]]:

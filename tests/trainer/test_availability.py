@@ -87,8 +87,9 @@ def test_clipping_that_lightnings_fsdp_does_not_do_is_refused(tmp_path: Path) ->
 
 
 def test_options_of_fsdp2_are_checked() -> None:
-    with pytest.raises(ValueError, match="reshard_after_forward=false is for"):
-        compose([*TINY, "trainer.reshard_after_forward=false"])
+    for option in ("reshard_after_forward=false", "reshard_after_backward=false", "reduce_each_micro_batch=true"):
+        with pytest.raises(ValueError, match=f"{option} is for"):
+            compose([*TINY, f"trainer.{option}"])
     with pytest.raises(ValueError, match="the scaler of float16 knows no shards"):
         compose([*TINY, "trainer.strategy=fsdp2", "trainer.precision=16-mixed"])
 

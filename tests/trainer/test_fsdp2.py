@@ -192,11 +192,17 @@ def variants(ranks: int) -> dict[str, list[float]]:
             train(module, ranks, max_steps=10, **options)
         return losses_of(module, ranks)
 
-    kept = FSDP2(reshard_after_forward=False) if ranks > 1 else "auto"
+    def sharded(**options: Any) -> Any:
+        return FSDP2(**options) if ranks > 1 else "auto"
+
+    kept = sharded(reshard_after_forward=False)
+    throughout = sharded(reshard_after_forward=False, reshard_after_backward=False)
     return {
         "bf16-mixed": losses(precision="bf16-mixed", gradient_clip_val=None),
         "bf16-true": losses(precision="bf16-true"),
         "parameters stay gathered": losses(strategy=kept),
+        "parameters stay gathered for a step": losses(strategy=throughout, accumulate_grad_batches=2),
+        "each micro-batch reduces": losses(strategy=sharded(reduce_each_micro_batch=True), accumulate_grad_batches=2),
         "shards itself": losses(ShardsItself),
         "runs blocks twice": losses(Twice),
         "a second fit": losses(fits=2),

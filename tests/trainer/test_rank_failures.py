@@ -10,10 +10,10 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from strategies import Regional
 from tasks.lightning_module import ScoredModule
-from tests.conftest import ROOT
-from tests.processes import Pair, RanksFailed, forked
+from tests.processes import Pair, RanksFailed, command_on_a_rank, forked
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from tests.trainer.runs import train
@@ -269,39 +268,32 @@ def test_a_signal_to_one_before_its_first_step_is_an_interruption_of_all(pair: P
 # ---- processes that the command has started --------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(240)
-def test_the_record_of_a_run_whose_started_process_is_killed_before_it_trains_says_so(tmp_path: Path) -> None:
-    (tmp_path / "killed.py").write_text(KILLED)
+def whose_started_process_is_killed(folder: Path) -> None:
+    """Be the command, which waits in the process group's rendezvous for a process that dies meanwhile."""
+
+    def dies(*_: Any, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", "sleep 2; kill -9 $$"], env=env)
+
+    process.subprocess = SimpleNamespace(Popen=dies)  # type: ignore[attr-defined]
     options = ["task=micro", "compile=eager", "trainer.accelerator=cpu", "trainer.strategy=ddp", "trainer.devices=2"]
-    command = [sys.executable, str(tmp_path / "killed.py"), *options, f"hydra.run.dir={tmp_path / 'run'}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
-    assert done.returncode
+    with (folder / "errors").open("w") as file:
+        os.dup2(file.fileno(), 2)
+    os._exit(command_on_a_rank([*options, f"hydra.run.dir={folder / 'run'}"], folder, folder / "output"))
+
+
+def test_the_record_of_a_run_whose_started_process_is_killed_before_it_trains_says_so(tmp_path: Path) -> None:
+    one = forked(whose_started_process_is_killed, tmp_path)
+    one.join(240)
+    assert one.exitcode == 1
     record = RunRecord.load(tmp_path / "run")
-    assert record.status == "failed", done.stderr
+    assert record.status == "failed"
     assert re.fullmatch(rf"{RANK_1}killed by SIGKILL{AND_SO}", record.reason or "")
-    assert f"failed: {record.reason}" in done.stderr
-
-
-KILLED = """
-import os, signal
-from trainer import process
-from trainer.cli import main
-settings = process.process_settings
-def planted(config):  # torch is imported, nothing is built
-    from lightning.pytorch.strategies import DDPStrategy
-    DDPStrategy.setup_distributed = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    return settings(config)
-if os.environ.get("LOCAL_RANK") == "1":
-    process.process_settings = planted
-main()
-"""
-"""The command line, which kills the process that it has started before there is a process group."""
+    assert f"failed: {record.reason}" in (tmp_path / "errors").read_text()
 
 
 def with_one_started(code: str, folder: Path, stands_still: bool) -> None:
-    """As the first process of a run, which has started another one that runs ``code``."""
-    process.others[:] = [subprocess.Popen([sys.executable, "-c", code])]
+    """As the first process of a run, which has started another one that runs ``code`` of a shell."""
+    process.others[:] = [subprocess.Popen(["sh", "-c", code])]
     rank_failures.GRACE_SECONDS = 0.5
     started = rank_failures.StartedProcesses(folder, lambda: None)
     if stands_still:
@@ -314,7 +306,7 @@ def with_one_started(code: str, folder: Path, stands_still: bool) -> None:
 @pytest.mark.parametrize("stands_still", [False, True])
 def test_a_started_process_that_fails_is_not_overlooked(stands_still: bool, tmp_path: Path) -> None:
     RunRecord(task="micro", status="running").save(tmp_path)
-    one = forked(with_one_started, "import sys; sys.exit(3)", tmp_path, stands_still)
+    one = forked(with_one_started, "exit 3", tmp_path, stands_still)
     one.join(240)
     assert one.exitcode == (1 if stands_still else 0)
     record = RunRecord.load(tmp_path)
@@ -334,7 +326,7 @@ def test_a_run_that_stands_still_says_where_once(monkeypatch: pytest.MonkeyPatch
     time.sleep(4.5)
     deadline.end()
     (line,) = said
-    assert re.match(r"no batch for 0 min, rank 3 \(.+\), step 17\nthread .+:\n", line)
+    assert re.match(r"no batch for \d s, rank 3 \(.+\), step 17\nthread .+:\n", line)
     assert "time.sleep(4.5)" in line
 
 
@@ -352,7 +344,7 @@ def with_a_device_that_waits(output: Path) -> None:
     with output.open("w") as file:
         os.dup2(file.fileno(), 2)
     torch.cuda.Event = NeverDone  # type: ignore[assignment,misc]
-    deadline = rank_failures.Deadline(1, device_seconds=1.0)
+    deadline = rank_failures.Deadline(1, 1.0, captures=True)
     deadline.batch_begins(5)
     deadline.batch_ends()
     time.sleep(120)

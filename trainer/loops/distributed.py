@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import lightning as L
@@ -41,10 +42,17 @@ def host_group(thread: str = "main") -> dist.ProcessGroup:
     Each ``thread`` that communicates has its own, because the order of two threads differs between processes."""
     world = dist.group.WORLD
     if thread not in _made or _made[thread][0] is not world:
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=group_timeout())
         assert isinstance(group, dist.ProcessGroup)
         _made[thread] = world, group
     return _made[thread][1]
+
+
+def group_timeout() -> timedelta:
+    """How long a collective of the group that trains waits for a process; a new group has torch's default else."""
+    world: Any = dist.group.WORLD
+    timeout: timedelta = world._get_backend(world._device_types[-1]).options._timeout
+    return timeout
 
 
 def max_over_ranks(value: int, world_size: int) -> int:
@@ -187,6 +195,12 @@ class DistributedLoop(RankReductions):
     def collectives_obstacle(self) -> str | None:
         strategy = self._trainer.strategy
         if isinstance(strategy, lightning_classes(SingleDeviceStrategy, ModelParallelStrategy)):
+            # Options of ours: what is gathered or reduced differs between the micro-batches of a step then.
+            kept = not getattr(strategy, "reshard_after_backward", True) or getattr(
+                strategy, "reduce_each_micro_batch", False
+            )
+            if kept and self._trainer.accumulate_grad_batches > 1:
+                return "with accumulation, reshard_after_backward=false and reduce_each_micro_batch=true run uncaptured"
             return None
         model = strategy.model
         if not isinstance(strategy, lightning_classes(DDPStrategy)) or not isinstance(model, DistributedDataParallel):
@@ -201,6 +215,10 @@ class DistributedLoop(RankReductions):
     def capture_warmup_steps(self) -> int:
         return DDP_WARMUP_STEPS if isinstance(self._trainer.strategy, lightning_classes(DDPStrategy)) else 0
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return getattr(self._trainer.strategy, "stream", None)
+
 
 class SingleProcessLoop(RankReductions):
     """Nobody has to be asked; see ``Loop`` for what the members mean."""
@@ -210,6 +228,7 @@ class SingleProcessLoop(RankReductions):
     world_size = 1
     is_first_process = True
     capture_warmup_steps = 0
+    stream: torch.cuda.Stream | None = None
     _fetching: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)
 
     def broadcast(self, value: Value) -> Value:

@@ -51,6 +51,9 @@ class FSDP2(ShardedCheckpoints):
     Args:
         reshard_after_forward: Whether units give their gathered parameters back after the forward and gather them
             again for the backward; see ``fully_shard``.
+        reshard_after_backward: Whether they do so after the backward of a micro-batch that is not its step's last.
+        reduce_each_micro_batch: Whether each micro-batch reduces its gradients; else the last one of a step reduces
+            the sum, and each process holds whole gradients until then.
         mp_policy: Of all units and the rest. None: under ``bf16-mixed`` on a GPU, units of ``CAST_BY_AUTOCAST`` alone
             are gathered in bfloat16 and their gradients reduced in float32; everything else is as the weights are.
         **options: Of ``lightning.pytorch.strategies.ModelParallelStrategy``. ``save_distributed_checkpoint=False``
@@ -61,11 +64,18 @@ class FSDP2(ShardedCheckpoints):
     """
 
     def __init__(
-        self, *, reshard_after_forward: bool = True, mp_policy: MixedPrecisionPolicy | None = None, **options: Any
+        self,
+        *,
+        reshard_after_forward: bool = True,
+        reshard_after_backward: bool = True,
+        reduce_each_micro_batch: bool = False,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.mp_policy = mp_policy
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, reshard_after_backward
+        self.reduce_each_micro_batch = reduce_each_micro_batch
         self.units: list[str] = []
         self._modules: tuple[nn.Module, list[FSDPModule]] | None = None
         self._agreement: Agreement | None = None
@@ -252,13 +262,16 @@ class FSDP2(ShardedCheckpoints):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
+        """Around a micro-batch that is not its step's last."""
         for one in self._sharded():
-            one.set_requires_gradient_sync(False, recurse=False)
+            one.set_requires_gradient_sync(self.reduce_each_micro_batch, recurse=False)
+            one.set_reshard_after_backward(self.reshard_after_backward, recurse=False)
         try:
             yield
         finally:
             for one in self._sharded():
                 one.set_requires_gradient_sync(True, recurse=False)
+                one.set_reshard_after_backward(True, recurse=False)
 
     def _sharded(self) -> list[FSDPModule]:
         assert self.model is not None

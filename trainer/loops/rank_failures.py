@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -39,7 +40,8 @@ LEARN_SECONDS = 5.0
 GRACE_SECONDS = 10.0
 """How long this process has to end by its own error once one that it has started has died."""
 STILL_SECONDS = 600.0
-"""Without a batch, after which a run says where it is."""
+"""Without a batch, after which a run says where it is; half of what the processes wait for each other, if that is less,
+so that it is said before a collective ends by its timeout."""
 MAX_LINE = 2000
 """Characters of a line that fit into a pipe at once."""
 CONSEQUENCE = re.compile(
@@ -195,14 +197,14 @@ def print_error(text: str) -> None:
 class Deadline:
     """Says where this process is when no batch has begun for ten minutes: its stacks, once for each such time.
 
-    ``device_seconds``: of a process that captures collectives, how long the device may work on one batch. A collective
-    that waits for a process which does not come never ends, and NCCL's own watchdog is off then: this process prints
-    where it is and ends. A host that is slow is never ended.
+    ``timeout_seconds`` is how long the processes wait for each other. One that ``captures`` collectives prints where it
+    is and ends where the device works on one batch for so long: a collective that waits for a process which does not
+    come never ends, and NCCL's own watchdog is off then. A host that is slow is never ended.
     """
 
-    def __init__(self, rank: int, device_seconds: float | None = None) -> None:
-        self._rank, self._device_seconds = rank, device_seconds
-        self._event = torch.cuda.Event() if device_seconds is not None else None
+    def __init__(self, rank: int, timeout_seconds: float = math.inf, *, captures: bool = False) -> None:
+        self._rank, self._timeout_seconds = rank, timeout_seconds
+        self._event = torch.cuda.Event() if captures else None
         self._batches = self._step = 0
         self._marked_at: float | None = None
         self._over = threading.Event()
@@ -226,20 +228,20 @@ class Deadline:
             now = time.monotonic()
             if self._batches != seen:
                 seen, since, told = self._batches, now, False
-            elif not told and now - since > STILL_SECONDS:
+            elif not told and now - since > min(STILL_SECONDS, self._timeout_seconds / 2):
                 told = True
-                print_error(f"no batch for {(now - since) / 60:.0f} min, {self._where()}")
+                print_error(f"no batch for {now - since:.0f} s, {self._where()}")
             if self._stands_still(now):
                 print_error(
-                    f"failed: the device has worked on one batch for {self._device_seconds:.0f} s, as it does in a "
+                    f"failed: the device has worked on one batch for {self._timeout_seconds:.0f} s, as it does in a "
                     f"collective to which another process does not come, {self._where()}"
                 )
                 os._exit(1)
 
     def _stands_still(self, now: float) -> bool:
-        if self._event is None or self._marked_at is None or self._device_seconds is None:
+        if self._event is None or self._marked_at is None:
             return False
-        return now - self._marked_at > self._device_seconds and not self._event.query()
+        return now - self._marked_at > self._timeout_seconds and not self._event.query()
 
     def _where(self) -> str:
         """Rank and step, and the stacks of all threads but this one."""
