@@ -137,6 +137,7 @@ FLAGGED: dict[str, list[dict[str, Any]]] = {
     ]
     * 2,
     "a busy machine": [{"machine": BUSY}] * 2,
+    "a machine that was busy in one run of two": [{"machine": BUSY}, {}],
     "another network": [{"report": {"network": {"class": "Mine", "parameters": 12345}}}],
     "another device": [{"device": "NVIDIA A100"}] * 2,
     "another precision": [{"precision": "32-true"}] * 2,
