@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from scripts.compare import main
+from scripts.report import main as report
 from tests.conftest import ROOT
-from tests.report.records import record, save, static
+from tests.report.records import save, static
+from tests.report.scenarios import SCALED
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +26,7 @@ def test_a_sweep_comes_to_a_table_and_a_verdict(sweep: Path, capsys: pytest.Capt
     assert main([str(sweep), "--steps", "700"]) == 0
     text, errors = capsys.readouterr()
     assert errors == ""
-    assert "whole (mode=reduce-overhead)" in text
     assert "verdict: for fewer than " in text
-    assert "steps use cuda_graph; " in text
-    assert len([line for line in text.splitlines() if "step ms" in line or line.split()[:1] == ["arm"]]) == 1
 
 
 def test_markdown_and_json_are_printed_in_the_place_of_tables(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,12 +36,17 @@ def test_markdown_and_json_are_printed_in_the_place_of_tables(sweep: Path, capsy
     assert capsys.readouterr().out.startswith("## captioning\n")
 
 
-def test_unlike_runs_are_marked_with_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save([record("eager"), record("whole", device="NVIDIA A100")], tmp_path)
-    assert main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
-    assert "unlike: device: NVIDIA H200 (1 run), NVIDIA A100 (1 run)" in output
-    assert "(of runs that are unlike)" in " ".join(output.split())
+def test_runs_on_several_numbers_of_devices_are_a_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    folder = str(save(next(iter(SCALED.values())), tmp_path / "runs"))
+    assert main([folder]) == 0
+    said = capsys.readouterr().out
+    assert "scaling: captioning · regional" in said
+    assert "2 devices ddp" in said
+    assert main([folder, "--markdown"]) == 0
+    assert "| 2 devices fsdp2 | 2 | 64.0 |" in capsys.readouterr().out
+    assert report([folder, "-o", str(tmp_path / "page.html")]) == 0
+    assert "Scaling: captioning" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,23 @@ from tests.promises.planted import Call, Edit, Fault, backend, floating, gradien
 from tests.promises.training import WIDTH
 
 
-def by(fault: Fault = Call.run_faulty, edit: Edit | None = None) -> dict[str, Any]:
-    """A compiler with that in it."""
-    return {"planted": lambda: backend(fault, edit)}
+def twin(
+    block: type[Block],
+    name: str,
+    changes: str,
+    part: str,
+    *issues: int,
+    fault: Fault = Call.run_faulty,
+    edit: Edit | None = None,
+    **more: Any,
+) -> None:
+    """Enter a training whose compiler has the fault in it."""
+    case(name, changes, part, *issues, **{"planted": lambda: backend(fault, edit), **more})(block)
+
+
+def returned(change: Callable[[Tensor], Tensor], *, training: bool = True) -> Fault:
+    """Another result: of all calls, or of those of an evaluation alone."""
+    return lambda call: floating(call.run(), change) if training or not call.training else call.run()
 
 
 class Normed(Block):
@@ -174,171 +189,69 @@ def _unwritten(call: Call) -> list[Any]:
     return out
 
 
-def _wrong_strides(one: Tensor) -> Tensor:
-    return one + (one.roll(1, -1) - one).detach()
-
-
-def _from_row_two(one: Tensor) -> Tensor:
-    return torch.cat([one[:1], one[:-1]])
-
-
-def _rounded(one: Tensor) -> Tensor:
-    return one + (one.bfloat16().to(one.dtype) - one).detach()
-
-
-ON: dict[str, Any] = {"backend": "planted"}
-
-case(
-    "a shared table's gradient, written in part",
-    "gradient",
-    INDUCTOR,
-    193061,
-    reported="2.10 to 2.14 (CUDA)",
-    **ON,
-    **by(gradient(_first_half, "table")),
-)(Normed)
-case(
-    "masks of dropout alike in fours",
-    "random numbers",
-    INDUCTOR,
-    198333,
-    reported="2.13, open (CUDA)",
-    own_numbers=True,
-    **ON,
-    **by(_own_draws, swapped("dropout", _in_fours)),
-)(Masked)
-case(
-    "a backward with another mask than the forward's",
-    "gradient",
-    INDUCTOR,
-    198333,
-    reported="2.13, open (CUDA)",
-    **ON,
-    **by(_own_draws, swapped("dropout", _drawn_twice)),
-)(Dropped)
-case(
-    "rows read before they are written",
-    "loss",
-    INDUCTOR,
-    191571,
-    reported="to 2.14 (CUDA)",
-    **ON,
-    **by(edit=swapped("index_select", lambda one, *_: torch.zeros_like(one).expand(8, WIDTH))),
-)(Scattered)
-case(
-    "a kernel that reads by another's strides",
-    "loss",
-    INDUCTOR,
-    194281,
-    reported="2.13 (CUDA)",
-    **ON,
-    **by(lambda call: floating(call.run(), _wrong_strides)),
-)(Block)
-case(
-    "all rows but the first from another one",
-    "loss",
-    INDUCTOR,
-    179931,
-    reported="2.11, open (CUDA)",
-    **ON,
-    **by(lambda call: floating(call.run(), _from_row_two)),
-)(Block)
-case(
-    "a gradient that overwrites what it is computed from",
-    "gradient",
-    AOT,
-    192840,
-    reported="to 2.14",
-    **ON,
-    **by(gradient(lambda one: one.flip(0), "linear_parameters_weight")),
-)(Block)
-case(
-    "the gradient of the call before",
-    "gradient",
-    INDUCTOR,
-    106321,
-    reported="2.0, open (CUDA graphs)",
-    steps=12,
-    **ON,
-    **by(stale_gradient("parameters_weight")),
-)(Block)
-case(
-    "results that the next call overwrites",
-    "loss",
-    INDUCTOR,
-    106321,
-    reported="2.0, open (CUDA graphs)",
-    steps=12,
-    blocks=2,
-    **ON,
-    **by(_same_memory),
-)(Block)
-case(
-    "a gradient by another layout",
-    "gradient",
-    INDUCTOR,
-    192575,
-    reported="to 2.14 (CUDA)",
-    **ON,
-    **by(gradient(lambda one: one.t().reshape(one.shape), "linear_parameters_weight")),
-)(Block)
-case(
-    "padding with the number itself",
-    "loss",
-    INDUCTOR,
-    144462,
-    reported="2.6 (CUDA)",
-    **ON,
-    **by(edit=swapped("pad", lambda one, pad, *_: one.expand(1, WIDTH))),
-)(Padded)
-case(
-    "a group norm's gradient of channels that come last",
-    "gradient",
-    INDUCTOR,
-    140913,
-    reported="2.5 (CUDA)",
-    **ON,
-    **by(gradient(lambda one: one * 4, "norm_parameters_weight")),
-)(Grouped)
-case("a buffer's write that is left out", "buffer", AOT, 155242, 127561, reported="2.7", **ON, **by(_unwritten))(
-    Averaged
-)
-case(
-    "an intermediate result that another overwrites, under autocast",
-    "loss",
-    INDUCTOR,
-    191433,
-    reported="2.14 (CUDA)",
-    precision="bf16-mixed",
-    **ON,
-    **by(lambda call: floating(call.run(), lambda one: one + (one.roll(1, 0) - one).detach() * 0.2)),
-)(Block)
-case(
-    "an evaluation that is drawn as in training",
-    "evaluation",
-    INDUCTOR,
-    181692,
-    reported="2.11",
-    validates=True,
-    **ON,
-    **by(lambda call: call.run() if call.training else floating(call.run(), lambda one: one * 1.1)),
-)(Block)
-case(
-    "a bfloat16 in the place of a float",
-    "loss",
-    INDUCTOR,
-    173902,
-    reported="2.10, open (CUDA)",
-    **ON,
-    **by(lambda call: floating(call.run(), _rounded)),
-)(Block)
-case(
-    "an attribute of a class that no guard looks at",
-    "loss",
-    DYNAMO,
-    176851,
-    reported="2.3 on",
-    begins=5,
-    steps=12,
-    planted=lambda: "aot_eager",
-)(Unguarded)
+twin(
+    Normed, "a shared table's gradient, written in part", "gradient", INDUCTOR, 193061, reported="2.10 to 2.14 (CUDA)",
+    fault=gradient(_first_half, "table"),
+)  # fmt: skip
+twin(
+    Masked, "masks of dropout alike in fours", "random numbers", INDUCTOR, 198333, reported="2.13, open (CUDA)",
+    fault=_own_draws, edit=swapped("dropout", _in_fours), own_numbers=True,
+)  # fmt: skip
+twin(
+    Dropped, "a backward with another mask than the forward's", "gradient", INDUCTOR, 198333,
+    reported="2.13, open (CUDA)", fault=_own_draws, edit=swapped("dropout", _drawn_twice),
+)  # fmt: skip
+twin(
+    Scattered, "rows read before they are written", "loss", INDUCTOR, 191571, reported="to 2.14 (CUDA)",
+    edit=swapped("index_select", lambda one, *_: torch.zeros_like(one).expand(8, WIDTH)),
+)  # fmt: skip
+twin(
+    Block, "a kernel that reads by another's strides", "loss", INDUCTOR, 194281, reported="2.13 (CUDA)",
+    fault=returned(lambda one: one + (one.roll(1, -1) - one).detach()),
+)  # fmt: skip
+twin(
+    Block, "all rows but the first from another one", "loss", INDUCTOR, 179931, reported="2.11, open (CUDA)",
+    fault=returned(lambda one: torch.cat([one[:1], one[:-1]])),
+)  # fmt: skip
+twin(
+    Block, "a gradient that overwrites what it is computed from", "gradient", AOT, 192840, reported="to 2.14",
+    fault=gradient(lambda one: one.flip(0), "linear_parameters_weight"),
+)  # fmt: skip
+twin(
+    Block, "the gradient of the call before", "gradient", INDUCTOR, 106321, reported="2.0, open (CUDA graphs)",
+    fault=stale_gradient("parameters_weight"), steps=12,
+)  # fmt: skip
+twin(
+    Block, "results that the next call overwrites", "loss", INDUCTOR, 106321, reported="2.0, open (CUDA graphs)",
+    fault=_same_memory, steps=12,
+)  # fmt: skip
+twin(
+    Block, "a gradient by another layout", "gradient", INDUCTOR, 192575, reported="to 2.14 (CUDA)",
+    fault=gradient(lambda one: one.t().reshape(one.shape), "linear_parameters_weight"),
+)  # fmt: skip
+twin(
+    Padded, "padding with the number itself", "loss", INDUCTOR, 144462, reported="2.6 (CUDA)",
+    edit=swapped("pad", lambda one, pad, *_: one.expand(1, WIDTH)),
+)  # fmt: skip
+twin(
+    Grouped, "a group norm's gradient of channels that come last", "gradient", INDUCTOR, 140913, reported="2.5 (CUDA)",
+    fault=gradient(lambda one: one * 4, "norm_parameters_weight"),
+)  # fmt: skip
+twin(Averaged, "a buffer's write that is left out", "buffer", AOT, 155242, 127561, reported="2.7", fault=_unwritten)
+twin(
+    Block, "an intermediate result that another overwrites, under autocast", "loss", INDUCTOR, 191433,
+    reported="2.14 (CUDA)", precision="bf16-mixed",
+    fault=returned(lambda one: one + (one.roll(1, 0) - one).detach() * 0.2),
+)  # fmt: skip
+twin(
+    Block, "an evaluation that is drawn as in training", "evaluation", INDUCTOR, 181692, reported="2.11",
+    fault=returned(lambda one: one * 1.1, training=False), validates=True,
+)  # fmt: skip
+twin(
+    Block, "a bfloat16 in the place of a float", "loss", INDUCTOR, 173902, reported="2.10, open (CUDA)",
+    fault=returned(lambda one: one + (one.bfloat16().to(one.dtype) - one).detach()),
+)  # fmt: skip
+twin(
+    Unguarded, "an attribute of a class that no guard looks at", "loss", DYNAMO, 176851, reported="2.3 on",
+    begins=5, steps=12, planted=lambda: "aot_eager",
+)  # fmt: skip

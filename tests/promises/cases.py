@@ -8,9 +8,7 @@ import copy
 import dataclasses
 import functools
 import io
-import logging
 import pickle
-import random
 import threading
 import time
 import types
@@ -18,13 +16,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy
 import torch
 import torch.utils.flop_counter
 from lightning.pytorch import callbacks as lightning_callbacks
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -131,9 +128,6 @@ def changed(change: Callable[[Any], Any]) -> Callable[[], Module]:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "SpectralNorm": lambda block: parametrizations.spectral_norm(block.linear),
-    "WeightNorm": lambda block: parametrizations.weight_norm(block.linear),
-    "OldSpectralNorm": lambda block: nn.utils.spectral_norm(block.linear),
-    "Pruned": lambda block: prune.random_unstructured(block.linear, "weight", 0.3),
     "ScriptedInside": lambda block: setattr(block, "linear", torch.jit.script(block.linear)),
     "UnusedParameter": lambda block: setattr(block, "unused", nn.Linear(WIDTH, WIDTH)),
     "PatchedForward": lambda block: setattr(block, "forward", halved(block.forward)),
@@ -165,50 +159,12 @@ class ItemBlock(Block):
 
 
 @block()
-class BranchingBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            return super().forward(x)
-        return x + self.linear(x).sigmoid()
-
-
-@block()
-class PrintingBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        print("in a block", x.shape, end="\r")
-        return super().forward(x)
-
-
-@block()
-class WarningBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        warnings.warn("in a block", stacklevel=1)
-        logging.getLogger("tests.promises").debug("in a block")
-        return super().forward(x)
-
-
-@block()
-class NumpyBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        scale = float(numpy.asarray(x.detach()).std())
-        return super().forward(x) * (1 + 0.1 * scale)
-
-
-@block()
 class TimingBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.began = time.perf_counter()
         out = super().forward(x)
         self.seconds = time.perf_counter() - self.began
         return out
-
-
-@block()
-class LayerDropBlock(Block):
-    """Leaves itself out by Python's random numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.training and random.random() < 0.5 else super().forward(x)
 
 
 @block()
@@ -269,23 +225,6 @@ class AppendedLosses(Module):
         return loss + 0.1 * torch.stack(self.found).sum()
 
 
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.factor, None
-
-
-@block()
-class FunctionBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return _Doubled.apply(super().forward(x), 0.7)
-
-
 SCALE = [1.0]
 
 
@@ -328,32 +267,6 @@ class ClassAttributeChanges(Module):
 
 
 @block()
-class ComplexBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.fft.ifft(torch.fft.fft(x) * 0.5).real
-
-
-@block()
-class TryingBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            return super().forward(x.view(3, 3))
-        except RuntimeError:
-            return super().forward(x)
-
-
-@block()
-class ContextBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            out = super().forward(x)
-        with torch.no_grad():
-            shift = super().forward(x).mean()
-        return out.float() + shift
-
-
-@block()
 class DisabledBlock(Block):
     @torch._dynamo.disable
     def inner(self, x: Tensor) -> Tensor:
@@ -378,26 +291,10 @@ class OwnCallBlock(Block):
 
 
 @block()
-class AskingBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return x + self.linear(x).tanh()
-        return super().forward(x)
-
-
-@block()
 class ReadsItsGradientBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         gradient = self.linear.bias.grad
         return super().forward(x) if gradient is None else super().forward(x) + 0.1 * gradient.detach()
-
-
-@block()
-class ClampsItsWeightsBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.linear.weight.clamp_(-0.2, 0.2)
-        return super().forward(x)
 
 
 @block()
@@ -442,15 +339,6 @@ class MakesAParameterBlock(Block):
         if not hasattr(self, "late"):
             self.late = nn.Parameter(torch.full((WIDTH,), 0.5))
         return super().forward(x) * self.late
-
-
-@block()
-class TensorHookBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        if out.requires_grad:
-            out.register_hook(lambda gradient: gradient * 0.5)
-        return out
 
 
 @case(repeats=False)
@@ -521,18 +409,6 @@ class ReturnsNothing(Passing):
 
 
 @case()
-class ReturnsNumbers(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), x.shape[0], 0.5, True, None
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        x, rows, half, true, none = one(x)
-        assert (rows, true, none) == (len(x), True, None)
-        return x * half
-
-
-@case()
 class ReturnsItsInput(Passing):
     class block(Block):
         def forward(self, x: Tensor) -> Any:
@@ -556,16 +432,6 @@ class ReturnsAFunction(Passing):
 
 
 @case()
-class ReturnsADistribution(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            return torch.distributions.Normal(super().forward(x), 1.0)
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return one(x).rsample()
-
-
-@case()
 class ReturnsAGenerator(Passing):
     class block(Block):
         def forward(self, x: Tensor) -> Iterator[Tensor]:
@@ -574,20 +440,6 @@ class ReturnsAGenerator(Passing):
 
     def call(self, one: Any, x: Tensor) -> Tensor:
         return sum(one(x))  # type: ignore[assignment]
-
-
-@case()
-class KeywordsOnly(Passing):
-    class block(Block):
-        def forward(self, *, x: Tensor, scale: float = 1.0, mask: Tensor | None = None, names: Any = ()) -> Tensor:
-            out = super().forward(x) * scale
-            return out if mask is None else out * mask
-
-    def through(self, x: Tensor) -> Tensor:
-        for number, one in enumerate(self.net.blocks):
-            mask = torch.ones(WIDTH) if number else None
-            x = one(x=x, scale=0.5 + number, mask=mask, names=["a", None, {"b": 1}])
-        return x
 
 
 @case()
@@ -775,12 +627,6 @@ for name, call in CALLS.items():
     CASES[name] = Case(type(name, (Passing,), {"call": call, **blocks}), {"data": vectors(12)})
 
 
-@block()
-class CheckpointInsideBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(nn.Sequential(self.linear, nn.Dropout(0.2)), x, use_reentrant=False)
-
-
 @case()
 class OneOutputUnused(Passing):
     class block(Block):
@@ -853,31 +699,9 @@ class SubclassedBatch(Module):
     pass
 
 
-@case()
-class SubclassedParameter(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for one in self.net.blocks:
-            one.linear.weight = nn.Parameter(one.linear.weight.detach().as_subclass(Tagged))
-
-
-@case(data=[torch.randn(ROWS, WIDTH).to_sparse() for _ in range(6)])
-class SparseBatch(Module):
-    def loss(self, batch: Any) -> Tensor:
-        return (self.net(batch.to_dense()) - 1).square().mean()
-
-
 def jagged(*rows: Tensor) -> Tensor:
     made: Tensor = torch.nested.nested_tensor(list(rows), layout=torch.jagged)
     return made
-
-
-@case(data=lambda: [torch.nested.nested_tensor([one, one[:2]]) for one in vectors(6)])
-class NestedBatch(Module):
-    """Of the strided layout, which has no shape."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return torch.stack([(self.net(one) - 1).square().mean() for one in batch.unbind()]).mean()
 
 
 @case(data=lambda: [jagged(one, one[: 2 + i % 3]) for i, one in enumerate(vectors(12))])
@@ -941,22 +765,6 @@ def ReplacesABlock(self: Any) -> None:
     torch.manual_seed(5)
     self.net.blocks[0] = Block()
     self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[0].parameters())})
-
-
-@at(3, 6)
-def AppendsABlock(self: Any) -> None:
-    torch.manual_seed(5)
-    self.net.blocks.append(Block())
-    self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks[-1].parameters())})
-
-
-@case(data=vectors(10))
-class TakesABlockAway(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            self.net.blocks = nn.ModuleList([self.net.blocks[1], self.net.blocks[0], self.net.blocks[1]])
-        if batch_idx == 7:
-            del self.net.blocks[0]
 
 
 @at(4)
@@ -1057,21 +865,6 @@ class FreezesAndUnfreezes(Module):
         self.net.blocks[1].linear.bias.requires_grad_(batch_idx > 5)
 
 
-@case()
-class FrozenBlocks(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.blocks.requires_grad_(False)
-
-
-@case()
-class FrozenToTheHead(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.requires_grad_(False)
-        self.net.head.requires_grad_(True)
-
-
 @case(repeats=False)
 class LazyNetwork(Module):
     def __init__(self) -> None:
@@ -1111,46 +904,25 @@ class GoesToDouble(Module):
         return super().loss(batch.to(self.net.head.weight.dtype))
 
 
-@case(data=vectors(8))
-class SwitchesABlockToEval(Module):
-    block = BatchNormBlock
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net.blocks[0].train(batch_idx < 3)
-
-
 # ---- copies, saves, exports, tools ----------------------------------------------------------------------------------
 
 TOOLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "deepcopy": lambda net, x: copy.deepcopy(net)(x),
     "pickle": lambda net, x: pickle.loads(pickle.dumps(net))(x),
-    "save": lambda net, x: torch.load(saved(net), weights_only=False)(x),
-    "state dict": lambda net, x: Net([Block(), Block()]).load_state_dict(net.state_dict()),
     "jit.trace": lambda net, x: torch.jit.trace(net, x)(x),
     "jit.script": lambda net, x: torch.jit.script(net.blocks[0])(x),  # type: ignore[operator, index]
     "export": lambda net, x: torch.export.export(net, (x,)).module()(x),
     "fx": lambda net, x: torch.fx.symbolic_trace(net)(x),
-    "make_fx": lambda net, x: torch.fx.experimental.proxy_tensor.make_fx(net)(x)(x),
     "vmap": lambda net, x: torch.func.vmap(
         lambda one: torch.func.functional_call(net, dict(net.named_parameters()), one)
     )(x),
-    "jacrev": lambda net, x: torch.func.jacrev(net)(x[:1]),
     "jvp": lambda net, x: torch.func.jvp(net, (x,), (x,)),
-    "grad": lambda net, x: torch.func.grad(lambda one: net(one).sum())(x),
     "hvp": lambda net, x: torch.autograd.functional.hvp(lambda one: net(one).square().sum(), x, x),
     "flops": lambda net, x: under(torch.utils.flop_counter.FlopCounterMode(display=False), net, x),
-    "dispatch mode": lambda net, x: under(Dispatching(), net, x),
-    "function mode": lambda net, x: under(FunctionMode(), net, x),
     "fake tensors": lambda net, x: fake(net, x),
-    "meta": lambda net, x: copy.deepcopy(net).to("meta")(x.to("meta")),
-    "profiler": lambda net, x: under(torch.autograd.profiler.profile(), net, x),
-    "force_eager": lambda net, x: under(torch.compiler.set_stance("force_eager"), net, x),
     "own compile": lambda net, x: torch.compile(net, backend="aot_eager")(x),
-    "own compile of a copy": lambda net, x: torch.compile(copy.deepcopy(net), backend="aot_eager")(x),
     "compiler reset": lambda net, x: torch.compiler.reset(),
     "dynamo explain": lambda net, x: torch._dynamo.explain(net)(x).graph_count,
-    "inference mode": lambda net, x: under(torch.inference_mode(), net, x),
-    "no_grad": lambda net, x: under(torch.no_grad(), net, x),
     "backward": lambda net, x: torch.autograd.grad(net(x).sum(), list(net.parameters())),
     "onnx-like hooks": lambda net, x: hooked(net, x),
     "anomalies": lambda net, x: under(torch.autograd.detect_anomaly(), net, x),
@@ -1280,10 +1052,7 @@ for tried, given in {
     ],
     "EmaWeightAveraging": lambda: [lightning_callbacks.EMAWeightAveraging()],
     "GradientAccumulationScheduler": lambda: [lightning_callbacks.GradientAccumulationScheduler({0: 2, 1: 1})],
-    "EarlyStopping": lambda: [lightning_callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)],
     "ModelPruning": lambda: [lightning_callbacks.ModelPruning("l1_unstructured", amount=0.2)],
-    "Timer": lambda: [lightning_callbacks.Timer()],
-    "ModelSummary": lambda: [lightning_callbacks.ModelSummary(max_depth=-1)],
     "LearningRateFinder": lambda: [lightning_callbacks.LearningRateFinder(num_training_steps=6, update_attr=True)],
 }.items():
     CASES[tried] = Case(
@@ -1308,18 +1077,6 @@ class GradientPenalty(Module):
             return super().loss(batch) + 0.1 * penalty(self.net, batch)
 
 
-@case()
-class Forces(Module):
-    """The loss is of a gradient alone, as in molecular dynamics."""
-
-    def loss(self, batch: Any) -> Tensor:
-        with torch.enable_grad():
-            x = batch.detach().requires_grad_()
-            energy = self.net(x).sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return (force - 0.1).square().mean() + 1e-3 * energy
-
-
 @case(data=vectors(8))
 class SecondOrderByHand(Module):
     """One step of an inner training, through which the outer one goes (MAML)."""
@@ -1330,27 +1087,6 @@ class SecondOrderByHand(Module):
         gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
         moved = {name: one - 0.1 * g for (name, one), g in zip(weights.items(), gradients, strict=True)}
         return (torch.func.functional_call(self.net, moved, (batch,)) - 1).square().mean()
-
-
-@case()
-class PerSampleGradients(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        weights = {name: one.detach() for name, one in self.net.named_parameters()}
-
-        def one(weights: Any, x: Tensor) -> Tensor:
-            return torch.func.functional_call(self.net, weights, (x[None],)).square().sum()
-
-        norms = torch.func.vmap(torch.func.grad(one), (None, 0))(weights, batch)
-        scale = sum(float(value.square().mean()) for value in norms.values())
-        return self.loss(batch) * (1 + 0.01 * scale)
-
-
-@case()
-class ForwardMode(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.no_grad():
-            _, tangent = torch.func.jvp(self.net, (batch,), (torch.ones_like(batch),))
-        return self.loss(batch) * (1 + 0.01 * float(tangent.mean()))
 
 
 @case()
@@ -1372,15 +1108,6 @@ class ByHand(Module):
         self.manual_backward(loss, **options)
         optimizer.step()
         self.observed = [*getattr(self, "observed", []), round(float(loss.detach()), 4)]
-
-
-@case()
-class BackwardTwice(ByHand):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.manual_backward(loss, retain_graph=True)
-        self.step_with(loss)
-        return {"loss": loss.detach()}
 
 
 @case()
@@ -1432,37 +1159,9 @@ class ScalesByHand(ByHand):
 
 
 @case()
-class OwnBackward(ByHand):
-    """Not Lightning's."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return {"loss": loss.detach()}
-
-
-@case()
 class ClosureOfLbfgs(Module):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
-@case()
-class ClosureByHand(ByHand):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure=closure)
-        return {"loss": self.loss(batch).detach()}
 
 
 @case(data=vectors(8))
@@ -1501,17 +1200,6 @@ class CatchesAnError(Module):
         except Refused:
             self.observed = [*getattr(self, "observed", []), batch_idx]
             return None
-
-
-@case(data=vectors(8))
-class CatchesAWrongShape(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx in (0, 4):
-            try:
-                self.net.blocks[0](torch.ones(3, WIDTH + 1))
-            except Exception:
-                self.observed = [*getattr(self, "observed", []), batch_idx]
-        return self.loss(batch)
 
 
 @case(data=vectors(8))
@@ -1555,15 +1243,6 @@ class LossOfNothing(Module):
         return self.loss(batch) * 0.0
 
 
-@case(data=vectors(6))
-class UnderFlopCounting(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-            loss = self.loss(batch)
-        self.observed = [*getattr(self, "observed", []), counter.get_total_flops()]
-        return loss
-
-
 class Under(Module):
     """Every second step runs in a context of its own."""
 
@@ -1577,8 +1256,6 @@ class Under(Module):
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "UnderAnomalyDetection": {"detect_anomaly": True},
-    "Deterministic": {"deterministic": True},
     "ValidatesOtherShapes": {"validation": [torch.randn(rows, WIDTH) for rows in (3, 5, 8)], "val_check_interval": 2},
 }
 CASES.update({name: Case(Module, options) for name, options in OPTIONS.items()})
@@ -1587,7 +1264,6 @@ CASES.update({name: Case(Module, options) for name, options in OPTIONS.items()})
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "UnderAMode": Dispatching,
     "UnderAFunctionMode": FunctionMode,
-    "UnderADevice": lambda: torch.device("cpu"),
     "UnderAutocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "SavedTensorsHooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x * 1.0, lambda x: x),
 }
@@ -1640,14 +1316,3 @@ class ValidatesWithGradients(Module):
 
 
 CASES["ValidatesWithGradients"].options["inference_mode"] = False
-
-
-@case(data=vectors(6), validation=vectors(2, seed=3), val_check_interval=3)
-class GeneratesInValidation(Module):
-    """Token by token, ever longer."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x = batch[:1]
-        for _ in range(6):
-            x = torch.cat([x, self.net.blocks[0](x)[-1:]])
-        self.log("val_loss", x.square().mean())

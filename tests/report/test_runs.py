@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from scripts import compare
+from tasks.micro.task import DIMENSIONS, Micro
 from tests.report.records import record
 from trainer.report.runs import find
+from trainer.settings import Config
+from trainer.sweep.environment import initial_record
 from trainer.telemetry.record import RunRecord
 
 
@@ -116,3 +119,8 @@ def test_numbers_that_are_none_are_read_as_none(tmp_path: Path) -> None:
     read = RunRecord.load(tmp_path)
     assert read.final_loss is None
     assert read.final_metrics["val/loss"] is None
+
+
+def test_a_record_of_micro_says_which_of_its_models_it_is_of() -> None:
+    named = [initial_record(Config(task=Micro(model=model)), []).task for model in DIMENSIONS]
+    assert named == [f"micro {model}" for model in DIMENSIONS]

@@ -9,43 +9,50 @@ from strategies.regions import expand_blocks, find_containers, require_submodule
 from tests.strategies.modules import Block, Holder, Stack
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
-def test_a_list_or_a_sequence_of_equal_blocks_is_find_containers(container: type[nn.Module]) -> None:
-    blocks = [Block(), Block(), Block()]
-    layers = container(*blocks) if container is nn.Sequential else container(blocks)
-    assert find_containers(Stack(layers)) == ["layers"]  # type: ignore[arg-type]
+def blocks(count: int = 2) -> nn.ModuleList:
+    return nn.ModuleList(Block() for _ in range(count))
 
 
-def test_of_nested_containers_the_outermost_counts() -> None:
-    stages = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())])
-    assert find_containers(Stack(stages)) == ["layers"]
-    assert expand_blocks(Stack(stages), ["layers"]) == ["layers.0", "layers.1"]
+LAYERS: dict[str, tuple[nn.Module, list[str]]] = {
+    "a list": (blocks(3), ["net"]),
+    "a sequence": (nn.Sequential(*blocks(3)), ["net"]),
+    "sequences in a list": (nn.ModuleList([nn.Sequential(*blocks()), nn.Sequential(*blocks())]), ["net"]),
+    "lists in a list": (nn.ModuleList(blocks() for _ in range(3)), ["net"]),
+    "lists in a dictionary": (nn.ModuleDict({"down": blocks(3), "up": blocks(3)}), ["net"]),
+    "within an uneven sequence": (
+        nn.Sequential(nn.Linear(8, 8), nn.Sequential(*blocks()), nn.Linear(8, 8)),
+        ["net.1"],
+    ),
+    "bare layers": (nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), []),
+    "layers and activations": (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), []),
+    "a single block": (blocks(1), []),
+    "blocks of two kinds": (nn.ModuleList([Block(), nn.Sequential(nn.Linear(8, 8))]), []),
+    "nothing": (nn.ModuleList(), []),
+}
 
 
-def test_blocks_inside_an_uneven_sequence_are_find_containers() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 8))
-    assert find_containers(Holder(net)) == ["net.1"]
+@pytest.mark.parametrize(("layers", "found"), LAYERS.values(), ids=LAYERS)
+def test_containers_of_repeated_blocks_are_found(layers: nn.Module, found: list[str]) -> None:
+    assert find_containers(Holder(layers)) == found
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [
-        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]),
-        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
-        nn.ModuleList([Block()]),
-        nn.ModuleList([Block(), nn.Sequential(nn.Linear(8, 8))]),
-        nn.ModuleList(),
-    ],
-    ids=["bare layers", "layers and activations", "a single block", "blocks of two kinds", "nothing"],
-)
-def test_what_does_not_repeat_a_block_is_not_find_containers(layers: nn.ModuleList | nn.Sequential) -> None:
-    assert find_containers(Stack(layers)) == []
-
-
-def test_containers_whose_names_begin_alike_are_both_find_containers() -> None:
-    module = Stack(nn.ModuleList([Block(), Block()]))
-    module.layers_extra = nn.ModuleList([Block(), Block()])
+def test_containers_whose_names_begin_alike_are_both_found() -> None:
+    module = Stack(blocks())
+    module.layers_extra = blocks()
     assert find_containers(module) == ["layers", "layers_extra"]
+
+
+def test_a_block_named_by_its_container_is_each_of_its_children() -> None:
+    stages = nn.ModuleList([nn.Sequential(*blocks()), nn.Sequential(*blocks())])
+    assert expand_blocks(Stack(stages), ["layers"]) == ["layers.0", "layers.1"]
+    nested: dict[str, nn.Module] = {
+        name: LAYERS[name][0] for name in ("lists in a list", "lists in a dictionary")
+    } | {  # as a U-Net has them: a block, a bare layer; a dictionary of blocks
+        "mixed": nn.ModuleList(nn.ModuleList([Block(), Block(), nn.Linear(8, 8)]) for _ in range(3)),
+        "dict": nn.ModuleDict({str(number): Block() for number in range(6)}),
+    }
+    for name, layers in nested.items():
+        assert len(expand_blocks(Holder(layers), ["net"])) == 6, name
 
 
 def test_a_container_stands_for_its_children_and_a_block_for_itself() -> None:

@@ -185,12 +185,6 @@ def test_seconds_since_a_compile_began_can_be_asked_while_it_lasts(watch: Compil
     assert asked[0] >= 0
 
 
-def test_a_cache_that_was_not_asked_has_no_hits_and_no_misses(watch: CompilerMonitor) -> None:
-    torch.compile(doubles, backend="aot_eager")(torch.ones(3))
-    figures = watch.figures()
-    assert (figures.cache, figures.cache_hits, figures.cache_misses) == (None, None, None)
-
-
 def test_figures_count_from_the_start_of_the_watch_to_its_stop(watch: CompilerMonitor) -> None:
     torch.compile(branches, backend="eager")(torch.ones(3))
     watch.collect()

@@ -6,7 +6,10 @@ import io
 import itertools
 import os
 import re
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,12 +19,13 @@ import torch
 from rich.console import Console
 
 import trainer.console
-from trainer.console import ProgressView, SecondsLeft, print_end, seconds_left, summary
+from trainer.console import ProgressView, SecondsLeft, print_end, print_rows, seconds_left, summary
 from trainer.telemetry.compiler import Compiling
 from trainer.telemetry.machine_monitor import MachineFacts
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.source_lines import raised_at
 
+GOLDEN = Path(__file__).with_name("golden") / "end_of_run.txt"
 COMPILED: dict[str, Any] = {"label": "regional", "strategies": [{"name": "regional"}]}
 
 
@@ -36,65 +40,59 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=120)
 
 
-def test_figures_that_do_not_exist_have_no_rows() -> None:
-    assert set(summary(RunRecord(task="captioning", **COMPILED))) == {"strategies"}
-    assert set(summary(RunRecord(task="captioning"))) == {"strategies", "compile"}
-
-
-def test_small_and_large_figures_have_no_exponent_and_are_not_zero() -> None:
-    record = RunRecord(task="micro", steps=12_345, steady_steps=12_340, steady_steps_per_second=0.004)
-    record.model_flops_utilization_measured_peak, record.steady_step_seconds_median = 0.4567, 2.08
-    record.steady_step_seconds_p95, record.joules_per_sample = 3e-7, 0.00012
-    record.warmup_seconds, record.warmup_steps, record.final_loss = 1234.5, 10_000, 1e-6
-    rows = summary(record)
-    assert rows["optimizer steps"] == "12,345"
-    assert rows["steady step"] == "median 2,080 ms, p95 0.00030 ms", "one unit for all of them"
-    assert rows["steps"] == "0.0040 /s (12,340 steady ones)"
-    assert rows["utilization"] == "45.7% of the peak measured when the run began"
-    assert rows["energy"] == "0.00012 J/sample"
-    assert rows["warm-up"] == "1,234 s in 10,000 steps"
-    assert rows["final loss"] == "0.0000010"
-
-
-def test_eager_has_no_rows_about_compiling() -> None:
-    rows = summary(RunRecord(task="captioning", steps=4))
-    assert rows["compile"] == "nothing to compile"
-    assert "regions compiled" not in rows
-    assert "graphs / breaks / recompiles" not in rows
-    assert rows["optimizer steps"] == "4"
-
-
-def test_the_rows_of_a_compiled_run_say_what_it_cost() -> None:
-    record = RunRecord(task="captioning", compile_seconds=12.34, graphs=5, graph_breaks=0, recompiles=2, **COMPILED)
-    record.regions = record.regions_compiled = 7
-    record.cache, record.cache_hits, record.cache_misses = "mixed", 3, 2
-    record.skipped_items = {"caption is longer than pad_to": 4, "image does not decode": 0}
-    record.final_metrics = {"val/loss": 1.5}
-    rows = summary(record)
-    assert rows["compile"] == "12.3 s (mixed start: 3 hits, 2 misses)"
-    assert rows["regions compiled"] == "7 of 7"
-    assert rows["graphs / breaks / recompiles"] == "5 / 0 / 2"
-    assert rows["skipped items"] == "4 caption is longer than pad_to"
-    assert rows["val/loss"] == "1.5000"
-    record.regions, record.events = 0, [Event(kind="fallback", reason="no formula")]
-    rows = summary(record)
-    assert "regions compiled" not in rows
-    assert rows["ran eager instead"] == "no formula"
-    record.status = "failed"
-    assert "ran eager instead" not in summary(record)
-
-
-def test_recompiles_that_every_run_has_are_told_apart() -> None:
-    guard = "tensor 'x' size mismatch at index 1. expected 8, actual 9"
-    events = [
-        Event(kind="recompile", reason="GLOBAL_STATE changed: grad_mode", phase="validating", step=4),
-        *(Event(kind="recompile", reason=guard, step=step) for step in (1, 2, 3)),
-        Event(kind="graph_break", reason="print"),
-    ]
-    record = RunRecord(task="captioning", graphs=9, graph_breaks=1, recompiles=4, events=events, **COMPILED)
-    assert summary(record)["graphs / breaks / recompiles"] == "9 / 1 / 2 (+2 expected)"
-    record.report = {"buckets": {"batch_sizes": [8, 4, 2]}}
-    assert summary(record)["graphs / breaks / recompiles"] == "9 / 1 / 0 (+4 expected)", "one for each planned shape"
+GUARD = "tensor 'x' size mismatch at index 1. expected 8, actual 9"
+RECOMPILES = [
+    Event(kind="recompile", reason="GLOBAL_STATE changed: grad_mode", phase="validating", step=4),
+    *(Event(kind="recompile", reason=GUARD, step=step) for step in (1, 2, 3)),
+    Event(kind="graph_break", reason="print"),
+]
+NEAREST = {
+    "output": {"what": "0", "difference": 8e-8, "tolerance": 1e-5},
+    "gradient": {"what": "weight", "difference": 4e-6, "tolerance": 1e-5},
+}
+PASSED: dict[str, Any] = {"verdict": "passed", "checks": 7, "how": ["exact"], "worst": NEAREST}
+COST: dict[str, Any] = {
+    "compile_seconds": 12.34, "graphs": 5, "graph_breaks": 0, "recompiles": 2, "regions": 7, "regions_compiled": 7,
+    "cache": "mixed", "cache_hits": 3, "cache_misses": 2, "final_metrics": {"val/loss": 1.5}, **COMPILED,
+    "skipped_items": {"caption is longer than pad_to": 4, "image does not decode": 0},
+}  # fmt: skip
+FELL_BACK: dict[str, Any] = {**COST, "regions": 0, "events": [Event(kind="fallback", reason="no formula")]}
+AGAIN: dict[str, Any] = {"graphs": 9, "graph_breaks": 1, "recompiles": 4, "events": RECOMPILES, **COMPILED}
+SMALL_AND_LARGE: dict[str, Any] = {
+    "steps": 12_345, "steady_steps": 12_340, "steady_steps_per_second": 0.004, "steady_step_seconds_p95": 3e-7,
+    "model_flops_utilization_measured_peak": 0.4567, "steady_step_seconds_median": 2.08, "final_loss": 1e-6,
+    "joules_per_sample": 0.00012, "warmup_seconds": 1234.5, "warmup_steps": 10_000,
+}  # fmt: skip
+SUMMARIES: dict[str, dict[str, Any]] = {
+    "compiled, nothing known": COMPILED,
+    "eager, nothing known": {},
+    "small and large figures": SMALL_AND_LARGE,
+    "eager": {"steps": 4, "warmup_seconds": 1.0, "warmup_steps": 2},
+    "what compiling cost": COST,
+    "fell back to eager": FELL_BACK,
+    "failed": {**FELL_BACK, "status": "failed"},
+    "recompiles of a validation": AGAIN,
+    "recompiles of planned shapes": {**AGAIN, "report": {"buckets": {"batch_sizes": [8, 4, 2]}}},
+    "parity": {"report": {"parity": PASSED}, **COMPILED},
+    "parity of draws": {"report": {"parity": {**PASSED, "how": ["exact", "seeds"]}}, **COMPILED},
+    "parity of nothing": {"report": {"parity": {**PASSED, "worst": {}}}, **COMPILED},
+    "what strategies found": {
+        "report": {
+            "cuda_graph": {
+                "graphs": 0,
+                "replayed_steps": 0,
+                "eager_steps": 4,
+                "captured": [],
+                "refused": ["[b]x", "y"],
+            },
+            "optimizer": {"form": "functional", "compiled_milliseconds": None},
+            "theirs": {"kernels": 3, "tuning": {"search_seconds": 2.0}},
+            "cached": {"verdict": "skipped"},
+            "warming": {},
+        }
+    },
+}
+"""Fields of records."""
 
 
 def eventful() -> RunRecord:
@@ -117,51 +115,8 @@ def eventful() -> RunRecord:
     record.samples_per_second, record.peak_process_memory_gib, record.final_loss = 387.0, 1.07, 1.1418
     record.events = [Event(kind="fallback", reason="DecoderBlock: decoder.3 runs eager from step 2 on: it differs")]
     record.skipped_items = {"image does not decode": 2}
-    record.notes = ["decoder: " + "a long note that says what happened and what helps " * 9] * 7
+    record.notes = ["decoder: " + "a long note that says what helps " * 3] * 7
     return record
-
-
-def test_the_end_of_a_run_fits_a_screen_and_says_first_whether_it_paid_and_what_is_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    narrow, place = Console(file=io.StringIO(), width=80), Path("outputs/captioning/regional/2026-11-27_22-58-49")
-    print_end(narrow, eventful(), tmp_path / place)
-    said = printed(narrow).splitlines()
-    assert sum(max(1, -(-len(line) // 80)) for line in said) <= 24
-    title, verdict, wait, following, *rows = said
-    assert title == "captioning · regional · finished"
-    assert verdict.startswith("verdict: faster than eager")
-    assert wait.startswith("wait: ")
-    assert following.startswith("next: python -m trainer task=captioning")
-    names = ["steady step", "graphs / breaks / recompiles", "parity with eager", "compile", "peak memory"]
-    alarms = ["regions compiled", "ran eager instead", "machine", "skipped items"]
-    assert [line.partition("  ")[0] for line in rows if line.partition("  ")[0] in [*names, *alarms]] == names + alarms
-    assert f"all figures and 7 more notes: trainer.summary=full, or {place / 'record.json'}" in rows
-
-
-def test_all_figures_and_notes_are_printed_where_they_are_asked_for(console: Console, tmp_path: Path) -> None:
-    record = eventful()
-    print_end(console, record, tmp_path, full=True)
-    said = printed(console)
-    assert all(f"\n{name}  " in said for name in summary(record))
-    assert said.count("note: decoder") == 7
-    assert "all figures" not in said
-
-
-def test_what_a_script_goes_on_from_is_python(
-    console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "logs" / "checkpoints"
-    folder.mkdir(parents=True)
-    for number, name in enumerate(("epoch=0-step=20.ckpt", "epoch=0-step=10.ckpt")):
-        (folder / name).touch()
-        os.utime(folder / name, (number, number))
-    record = RunRecord(task="Mine", status="interrupted", script="mine.py")
-    print_end(console, record, tmp_path / "logs")
-    newest = "logs/checkpoints/epoch=0-step=10.ckpt"
-    assert f'continue with: trainer.fit(..., ckpt_path="{newest}")' in printed(console).splitlines()
 
 
 class Broken(torch.nn.Module):
@@ -169,16 +124,61 @@ class Broken(torch.nn.Module):
         return x @ x  # of a shape that does not fit
 
 
-def test_a_failed_run_shows_the_users_own_line(console: Console) -> None:
-    with pytest.raises(RuntimeError) as raised:
-        Broken()(torch.ones(2, 3))
+def failed() -> RunRecord:
+    """Of a line of the user's own."""
     record = RunRecord(task="Mine", status="failed", reason="RuntimeError: shapes", script="mine.py")
-    record.failed_at = raised_at(raised.value)
-    print_end(console, record, None)
-    _, failed, place, code = printed(console).splitlines()[:4]
-    assert failed == "failed: RuntimeError: shapes"
-    assert re.fullmatch(r"  tests/trainer/test_console_view.py:\d+ in forward", place)
-    assert code == "    return x @ x  # of a shape that does not fit"
+    try:
+        Broken()(torch.ones(2, 3))
+    except RuntimeError as error:
+        record.failed_at = raised_at(error)
+    return record
+
+
+def resumable(status: str) -> RunRecord:
+    record = RunRecord(task="captioning", status=status, reason="RuntimeError: [bold]as it is[/]")
+    record.command = ["task=captioning", "hydra.run.dir=elsewhere", "resume=older", "task.data.root=/a b"]
+    return record
+
+
+ENDS: dict[str, tuple[Callable[[], RunRecord], str | None, dict[str, Any]]] = {
+    "a run that has much to say": (eventful, "outputs/captioning/regional/2026-11-27_22-58-49", {}),
+    "all of it": (eventful, "outputs", {"full": True}),
+    "a script that was interrupted": (
+        lambda: RunRecord(task="Mine", status="interrupted", script="mine.py"), "of a script", {},
+    ),
+    "a line of the user's own": (failed, None, {}),
+    **{f"{status}, with a checkpoint": (partial(resumable, status), "my run", {})
+       for status in ("failed", "interrupted", "finished")},
+}  # fmt: skip
+"""A record, the folder of its run, and options of ``print_end``."""
+
+
+def shown(folder: Path) -> Iterator[str]:
+    """Called in ``folder``."""
+    for number, name in enumerate(("of a script/checkpoints/epoch=0-step=20.ckpt", "my run/checkpoints/last.ckpt",
+                                   "of a script/checkpoints/epoch=0-step=10.ckpt")):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+        os.utime(folder / name, (number, number))
+    for name, fields in SUMMARIES.items():
+        console = Console(file=io.StringIO(), width=200)
+        print_rows(console, summary(RunRecord(task="captioning", **fields)))
+        yield from (f"==== {name}", *(line.rstrip() for line in printed(console).splitlines()))
+    for name, (make, place, options) in ENDS.items():
+        console = Console(file=io.StringIO(), width=80)
+        print_end(console, make(), None if place is None else folder / place, **options)
+        yield from (f"==== {name}", *(line.rstrip() for line in printed(console).splitlines()))
+
+
+def text_shown(folder: Path) -> str:
+    lines = "\n".join(shown(folder)) + "\n"
+    return re.sub(r"\S*(test_console_view\.py):\d+", r"\1:LINE", lines)
+
+
+def test_the_end_of_a_run_is_as_the_file_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change that is meant, ``python -m tests.trainer.test_console_view`` writes it; look at the difference."""
+    monkeypatch.chdir(tmp_path)
+    assert text_shown(tmp_path).splitlines() == GOLDEN.read_text(encoding="utf-8").splitlines()
 
 
 def test_what_a_loaders_process_raised_is_shown_by_its_own_line() -> None:
@@ -190,39 +190,6 @@ Original Traceback (most recent call last):
 ValueError: no caption'''
     assert raised_at(ValueError(text)) == "/mine/data.py:12 __getitem__"
     assert raised_at(ValueError("nobody's")) is None
-
-
-def test_parity_is_the_first_checks_with_what_came_nearest_to_its_tolerance() -> None:
-    worst = {
-        "output": {"what": "0", "difference": 8e-8, "tolerance": 1e-5},
-        "gradient": {"what": "weight", "difference": 4e-6, "tolerance": 1e-5},
-    }
-    facts = {"verdict": "passed", "checks": 7, "how": ["exact"], "worst": worst}
-    record = RunRecord(task="captioning", report={"parity": facts}, **COMPILED)
-    assert summary(record)["parity with eager"] == "passed (7 checks; gradient 4.0e-06 apart, tolerance 1.0e-05)"
-    facts["how"] = ["exact", "seeds"]
-    assert summary(record)["parity with eager"].startswith("passed (7 checks, means of several draws; gradient ")
-    facts["worst"] = {}
-    assert summary(record)["parity with eager"] == "passed"
-
-
-@pytest.mark.parametrize("status", ["failed", "interrupted", "finished"])
-def test_how_to_go_on_is_said_when_there_is_a_checkpoint(
-    status: str, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_dir = tmp_path / "my run"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    (run_dir / "checkpoints" / "last.ckpt").touch()
-    record = RunRecord(task="captioning", status=status, reason="RuntimeError: [bold]as it is[/]")
-    record.command = ["task=captioning", "hydra.run.dir=elsewhere", "resume=older", "task.data.root=/a b"]
-    print_end(console, record, run_dir)
-    assert f"captioning · eager · {status}" in printed(console)
-    said = printed(console).splitlines()
-    expected = "continue with: python -m trainer task=captioning 'task.data.root=/a b' 'resume=my run'"
-    assert (expected in said) == (status != "finished")
-    assert ("failed: RuntimeError: [bold]as it is[/]" in said) == (status == "failed")
-    assert "tensorboard --logdir 'my run'" in said
 
 
 class FakeTelemetry(SimpleNamespace):
@@ -366,3 +333,9 @@ def test_what_lasts_a_moment_gets_no_line(console: Console, monkeypatch: pytest.
         clock.now += 10
         wait_until(console, "training")
     assert [line.split(":")[0] for line in printed(console).splitlines()] == ["building data and model", "training"]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        os.chdir(made)
+        GOLDEN.write_text(text_shown(Path(made)), encoding="utf-8")

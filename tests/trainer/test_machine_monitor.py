@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.report.records import record
 from tests.trainer.runs import train
 from trainer.console import summary
-from trainer.report.comparison import compare_runs as compare
-from trainer.report.runs import Run
 from trainer.telemetry import machine_monitor
 from trainer.telemetry.machine_monitor import MachineFacts, MachineMonitor
 from trainer.telemetry.record import RunRecord
@@ -118,29 +115,6 @@ def test_a_run_records_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert summary(record)["machine"] == f"busy while it was measured: {BUSY}; measure again on a quiet one"
     record.machine = None
     assert "machine" not in summary(record)
-
-
-def test_a_verdict_on_figures_of_a_busy_machine_is_withheld() -> None:
-    def compared(*, eager: MachineFacts | None, whole: MachineFacts | None) -> Any:
-        records = [
-            record(arm, step_seconds=seconds, seed=seed, start="cold", warmup_seconds=warmup, machine=machine)
-            for seed in (0, 1, 2)
-            for arm, seconds, warmup, machine in (
-                ("eager", 0.1 + seed / 1000, 1.0, eager),
-                ("whole", 0.05 + seed / 1000, 9.0, whole if seed == 1 else None),
-            )
-        ]
-        (found,) = compare([Run(Path(str(number)), one) for number, one in enumerate(records)])
-        return found
-
-    quiet = compared(eager=facts(other_processors=0.0), whole=None)
-    assert quiet.verdict.startswith("for fewer than")
-    for found, runs in (
-        (compared(eager=None, whole=facts()), " (1 of 3 runs)"),
-        (compared(eager=facts(), whole=None), ""),
-    ):
-        assert found.verdict == f"no verdict, measured while the machine was busy: {BUSY}{runs}"
-        assert found.rows[1].ratio.value == quiet.rows[1].ratio.value, "figures stay"
 
 
 def test_a_throttled_board_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

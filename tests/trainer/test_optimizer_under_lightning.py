@@ -12,7 +12,6 @@ from torch import nn
 
 from strategies import Optimizer
 from strategies.optimizer.functional import Chunk
-from strategies.optimizer.step import installed
 from tests.strategies import backends
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
@@ -68,23 +67,6 @@ def test_a_module_that_clips_by_itself_is_left_to_it(tmp_path: Path) -> None:
     assert fit(ClipsItself(), tmp_path, [compiled()]) == pytest.approx(eager, rel=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
-def test_a_resumed_run_goes_on_as_eager_does(before: bool, after: bool, tmp_path: Path) -> None:
-    saved, ended = {}, {}
-    for name, first, second in (("eager", False, False), ("other", before, after)):
-        folder = tmp_path / name
-        keep = {"enable_checkpointing": True, "max_steps": 3}
-        saved[name] = fit(Scheduled(), folder, [compiled()] if first else [], **keep)
-        (checkpoint,) = folder.rglob("*.ckpt")
-        compile_ = compiled()
-        ended[name] = fit_from(checkpoint, [compile_] if second else [], folder)
-        if second:
-            assert compile_.record.recompiles == 0
-    assert saved["other"] == pytest.approx(saved["eager"], rel=1e-5)
-    assert ended["other"] == pytest.approx(ended["eager"], rel=1e-5)
-    assert len(ended["eager"]) == 3
-
-
 def fit_from(checkpoint: Path, callbacks: list[Any], folder: Path) -> list[float]:
     import lightning as L
 
@@ -96,20 +78,6 @@ def fit_from(checkpoint: Path, callbacks: list[Any], folder: Path) -> list[float
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(L.Trainer, "fit", resumed)
         return fit(Scheduled(), folder, callbacks)
-
-
-def test_after_training_the_optimizer_is_itself(tmp_path: Path) -> None:
-    class Seen(Scheduled):
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.installed = installed(self.trainer.optimizers[0])
-            self.kept = self.trainer.optimizers[0]
-
-    module = Seen()
-    fit(module, tmp_path, [compiled()], gradient_clip_val=0.05)
-    optimizer = module.kept
-    assert module.installed is not None
-    assert installed(optimizer) is None
-    assert optimizer.step.__wrapped__ is torch.optim.AdamW.step, "the scheduler's wrapper of torch's own"
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from strategies import STRATEGIES
 from tests.trainer.runs import train
-from trainer.console import print_rows, summary
-from trainer.telemetry.record import RunRecord
-from trainer.telemetry.serialization import flatten, headlines, with_unit
+from trainer.console import summary
+from trainer.telemetry.serialization import flatten, with_unit
 
 FULL = "[regional,optimizer,buckets,cached]"
 FIRST = {name: kind.headlines for name, kind in STRATEGIES.items()}
@@ -39,34 +36,6 @@ def test_a_value_has_the_unit_of_its_name(fact: str, value: Any, expected: str) 
     assert with_unit(fact, value) == expected
 
 
-def test_a_fact_that_does_not_exist_is_not_shown_and_a_zero_is() -> None:
-    report: dict[str, dict[str, Any]] = {
-        "cuda_graph": {"graphs": 0, "replayed_steps": 0, "eager_steps": 4, "captured": [], "refused": ["x", "y"]},
-        "optimizer": {"form": "functional", "compiled_milliseconds": None},
-        "warming": {},
-    }
-    assert headlines(report, FIRST) == {
-        "cuda_graph": "graphs 0 · replayed steps 0 · eager steps 4 · refused x, y",
-        "optimizer": "form functional",
-    }
-
-
-def test_a_strategy_that_nobody_here_knows_shows_all_it_found() -> None:
-    report = {"theirs": {"kernels": 3, "tuning": {"search_seconds": 2.0}}}
-    assert headlines(report, FIRST) == {"theirs": "kernels 3 · search 2.00 s"}
-
-
-def test_known_names_without_a_known_fact_show_what_there_is() -> None:
-    assert headlines({"cached": {"verdict": "skipped"}}, FIRST) == {"cached": "verdict skipped"}
-
-
-def test_a_reason_is_printed_as_it_is() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    record = RunRecord(task="captioning", report={"cuda_graph": {"refused": ["[bold]item[/] | read"]}})
-    print_rows(console, summary(record))
-    assert "[bold]item[/] | read" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
     record = train(tmp_path / "run", f"compile.cached.url={tmp_path / 'store'}", strategy=FULL, task="micro")
     assert record.status == "finished"
@@ -80,9 +49,3 @@ def test_a_run_shows_what_each_of_its_strategies_found(tmp_path: Path) -> None:
     # What is looked for first is what strategies really write.
     for name in ("buckets", "cached"):
         assert set(dict(flatten(record.report[name]))) & set(FIRST[name])
-
-
-def test_eager_found_nothing() -> None:
-    said = summary(RunRecord(task="captioning", warmup_seconds=1.0, warmup_steps=2))
-    assert said["warm-up"] == "1.00 s in 2 steps"
-    assert not set(said) & set(STRATEGIES)

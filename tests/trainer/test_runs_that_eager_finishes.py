@@ -49,25 +49,6 @@ class WithNet(Blocks):
         return nn.functional.mse_loss(self.head(self.net(self.stem(batch[0]))), batch[1])
 
 
-class Unfreezes(WithNet):
-    """Trains two blocks from its third step on."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential(Block(), Block()))
-        self.net.requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net.requires_grad_(self.global_step >= 2)
-
-
-def test_weights_that_were_frozen_when_they_were_compiled_train_once_they_are_not(tmp_path: Path) -> None:
-    eager, module = fit(Unfreezes(), tmp_path, []), Unfreezes()
-    assert fit(module, tmp_path, [Compile([Whole(backend="aot_eager")], whole=["net"])]) == pytest.approx(
-        eager, rel=FLOOR
-    )
-    assert all(weight.grad is not None for weight in module.net.parameters())
-
-
 def test_a_break_in_a_regions_own_loop_is_no_region_that_compiled_nothing(tmp_path: Path) -> None:
     eager = fit(WithNet(ReadsInLoop()), tmp_path, [])
     for _ in range(2):  # a second training of the process compiles nothing anew
@@ -267,20 +248,6 @@ def test_a_gradient_penalty_trains_in_eager_and_is_named(kind: type[Blocks], par
         fit(kind(), tmp_path, [compile_])
 
 
-def test_a_step_may_take_entries_out_of_its_batch(tmp_path: Path) -> None:
-    class Pops(Blocks):
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            return dict(zip("xy", batch, strict=True))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step([batch.pop("x"), batch.pop("y")], batch_idx)
-
-    eager = fit(Pops(), tmp_path, [])
-    compile_ = Compile([Regional(backend="aot_eager")])
-    assert fit(Pops(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
-    assert compile_.record.report["parity"]["verdict"] == "passed"
-
-
 class Sparse(Blocks):
     """An embedding with sparse gradients."""
 
@@ -362,42 +329,3 @@ def test_what_auto_chose_for_one_module_is_no_choice_for_another(
     eager = fit(WithNet(nn.Linear(8, 8)), tmp_path, [], max_steps=24)
     assert fit(WithNet(nn.Linear(8, 8)), tmp_path, [compile_], max_steps=24) == pytest.approx(eager, rel=FLOOR)
     assert compile_.record.report["auto"]["chosen"] == "whole"
-
-
-class Nested(Blocks):
-    """Stages of blocks: a list of lists."""
-
-    def __init__(self, stages: nn.Module) -> None:
-        super().__init__()
-        self.layers = stages  # type: ignore[assignment]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x_BD = self.stem(batch[0])
-        stages = self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
-        for stage in stages:
-            for block in stage if isinstance(stage, nn.ModuleList) else [stage]:
-                x_BD = block(x_BD)
-        return nn.functional.mse_loss(self.head(x_BD), batch[1])
-
-
-def stages(kind: str) -> nn.Module:
-    if kind == "lists":
-        return nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(3))
-    if kind == "mixed":  # as a U-Net has them: a block, a bare layer
-        return nn.ModuleList(nn.ModuleList([Block(), Block(), nn.Linear(8, 8)]) for _ in range(3))
-    if kind == "dict of lists":
-        return nn.ModuleDict({name: nn.ModuleList(Block() for _ in range(3)) for name in ("down", "up")})
-    return nn.ModuleDict({str(number): Block() for number in range(6)})
-
-
-@pytest.mark.parametrize(
-    ("kind", "named"), [("lists", False), ("mixed", True), ("dict of lists", False), ("dict", True)]
-)
-def test_blocks_in_lists_of_lists_are_found(kind: str, named: bool, tmp_path: Path) -> None:
-    eager = fit(Nested(stages(kind)), tmp_path, [])
-    blocks = ["layers"] if named else None
-    compile_ = Compile([Checkpointing(blocks=blocks), Regional(backend="aot_eager", blocks=blocks)])
-    assert fit(Nested(stages(kind)), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
-    record = compile_.record
-    assert record.report["checkpointing"]["computed_again"] == 6
-    assert (record.regions, record.regions_compiled) == (6, 6)
