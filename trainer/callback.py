@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.nn.parameter import is_lazy
 
+from strategies.base import label
 from trainer.advice import speaking_python
 from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.compiled_training import CompiledTraining
@@ -206,6 +207,7 @@ class Compile(CompiledTraining, L.Callback):
         facts = {
             "torch": str(torch.__version__),
             "Lightning": L.__version__,
+            "strategies": label(self.strategies),
             "to continue from": str(trainer.ckpt_path),
             "parameters": str(sum(one.numel() for one in module.parameters() if not is_lazy(one))),
             **code_of(module),

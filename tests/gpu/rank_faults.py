@@ -50,6 +50,7 @@ STEPS, AT = 30, 16
 """Of a run; the one at which the fault comes, which is captured by then."""
 NAMED = (
     r"(failed|error|interrupted): .*rank 1 \(.*",
+    r".*Error: rank 1 \(.+, pid \d+\).*",
     r"rank 1 \(.+, pid \d+\).*",
     r"no batch for .*rank 1 \(.*",
     r".*rank 1\b.*has no batch.*",
@@ -243,7 +244,7 @@ def train(fault: str, arm: str, launcher: str, captured: bool, cpu: bool, folder
         if fault == "late 20 s":
             planted()
             time.sleep(20)
-        if fault in ("other model size", "other strategies", "no batch"):
+        if fault in ("other model size", "other strategies", "no batch", "fewer batches"):
             planted()
     torch.manual_seed(0)
     strategies: list[Any] = [Regional(backend="eager")]
@@ -348,7 +349,9 @@ def end(job: Job, folder: Path) -> None:
 def _lines(text: str) -> Iterator[str]:
     """Those that name the process at fault, the best first."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", one).strip() for one in text.splitlines()]
-    # torchrun's summary has two lines for that
+    # Of torchrun's summary what it takes for the cause, in two lines.
+    cause = next((place for place, one in enumerate(lines) if one.startswith("Root Cause")), len(lines))
+    lines = [one for place, one in enumerate(lines) if place > cause or not one.startswith("rank  ")]
     lines = [f"{one}, {after}" if after.startswith("exitcode") else one for one, after in pairwise([*lines, ""])]
     for pattern in NAMED:
         yield from (one for one in lines if re.match(pattern, one))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -216,6 +218,32 @@ def test_precisions_options_and_habits(pair: Pair) -> None:
     for name, expected in reference.items():
         tolerance = 0.03 if name.startswith("bf16") else 1e-4
         assert first[name] == pytest.approx(expected, rel=tolerance), name
+
+
+def gathers(**options: bool) -> int:
+    """Of all units, in a step of two micro-batches."""
+    L.seed_everything(0, verbose=False)
+    module, counted = Model(), list[None]()
+    gather = _fsdp_param_group.foreach_all_gather
+
+    def count(*arguments: Any, **named: Any) -> Any:
+        counted.append(None)
+        return gather(*arguments, **named)
+
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", count):
+        train(module, 2, strategy=FSDP2(**options), accumulate_grad_batches=2, max_steps=1)
+    return len(counted)
+
+
+def each_gathers() -> list[int]:
+    kept = {"reshard_after_forward": False}
+    return [gathers(), gathers(**kept), gathers(**kept, reshard_after_backward=False)]
+
+
+def test_weights_that_stay_gathered_are_gathered_less_often(pair: Pair) -> None:
+    (each, forward_only, least), other = pair(each_gathers)
+    assert other == [each, forward_only, least]
+    assert each > forward_only > least
 
 
 class Adversaries(L.LightningModule):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from tests.trainer.runs import train
 from trainer import process
 from trainer.callback import Compile
-from trainer.loops import rank_consistency, rank_failures
+from trainer.loops import distributed, rank_consistency, rank_failures
 from trainer.telemetry.record import RunRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two_processes")]
@@ -178,6 +179,7 @@ def plant(fault: str, module: Faulty, data: Data, compile_: dict[str, Any]) -> N
         "os._exit": lambda: module.plant("training_step", lambda: os._exit(0)),
         "other torch": lambda: setattr(torch, "__version__", "2.0.1"),
         "other module": lambda: setattr(module, "more", torch.nn.Linear(2, 2)),
+        "other strategies": lambda: compile_.update(strategies=[]),
         "other code": lambda: setattr(rank_consistency, "checksum", lambda *files: "00000000"),
         "worker": lambda: setattr(data, "act", fail(planted)),
         "slow": lambda: module.plant("training_step", once(lambda: time.sleep(4))),
@@ -238,6 +240,7 @@ def test_both_go_on_alike(pair: Pair, tmp_path: Path, subtests: pytest.Subtests)
         ("other torch", "torch 2.0.1"),
         ("other module", r"parameters \d+"),
         ("other code", "this project's code 00000000"),
+        ("other strategies", "strategies eager"),
     ],
 )
 def test_both_refuse_a_process_that_is_unlike(fault: str, what: str, pair: Pair, tmp_path: Path) -> None:
@@ -312,6 +315,16 @@ def test_a_started_process_that_fails_is_not_overlooked(stands_still: bool, tmp_
     record = RunRecord.load(tmp_path)
     assert record.status == ("failed" if stands_still else "running")
     assert not stands_still or re.fullmatch(rf"{RANK_1}ended with exit code 3{AND_SO}", record.reason or "")
+
+
+def timeouts() -> list[timedelta]:
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=33))
+    groups: list[Any] = [torch.distributed.group.WORLD, distributed.host_group()]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_what_the_processes_agree_on_waits_as_long_as_the_group_that_trains(pair: Pair) -> None:
+    assert pair(timeouts) == [[timedelta(seconds=33)] * 2] * 2
 
 
 # ---- standing still --------------------------------------------------------------------------------------------------
