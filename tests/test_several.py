@@ -1,4 +1,5 @@
-"""``tests/gpu/several.py``: what it would run, how it shares GPUs out, and what it says of a rank that it kills."""
+"""``tests/gpu/several.py``: what it would run, how it shares GPUs out, and what it says of a rank that it kills; how ``rank_faults``
+judges what came of a fault."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import several
+from tests.gpu import rank_faults, several
 from tests.gpu.several import Job, kill, members, plan, run, table
 from trainer.config import compose
 from trainer.sweep.environment import SWEEP_VARIABLE
@@ -88,3 +89,45 @@ def test_the_table_holds_what_records_say(tmp_path: Path) -> None:
     assert rows["captioning-2-ddp-ours"] == ["190", "0.950", "0.950", "4.0"]
     assert rows["captioning-2-fsdp2-ours"] == ["150", "0.750", "0.750", "4.0"]
     assert rows["captioning-1-one-ours"][1:3] == ["0.800", "-"]
+
+
+SUMMARY = """
+Failures:
+[1]:
+  rank      : {other} (local_rank: {other})
+  exitcode  : -15 (pid: 8)
+Root Cause (first observed failure):
+[0]:
+  rank      : {first} (local_rank: {first})
+  exitcode  : -9 (pid: 7)
+"""
+"""Of torchrun's."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "seconds", "code", "left", "expected"),
+    [
+        ("killed", SUMMARY.format(first=1, other=0), 17.0, 1, False, "ok"),
+        ("killed", SUMMARY.format(first=0, other=1), 17.0, 1, False, "no line names it"),
+        ("killed", SUMMARY.format(first=1, other=0), 90.0, 1, False, "90 s, more than the deadline"),
+        ("killed", SUMMARY.format(first=1, other=0), 17.0, 0, False, "exit code 0"),
+        ("killed", "", 130.0, 1, True, "still there after 130 s"),
+        ("killed", "", None, 1, False, "the fault did not come"),
+        ("sys.exit", "failed: RankFailed: rank 1 (node3, pid 7): SystemExit: 3", 17.0, 1, False, "ok"),
+        ("slow 30 s", "rank 0 trained 30 steps\nrank 1 trained 30 steps", 40.0, 0, False, "ok"),
+        ("slow 30 s", "rank 0 trained 30 steps", 40.0, 1, False, "a healthy run ended: exit code 1, 1 of 2 done"),
+        ("terminated", "", 20.0, 0, False, "ok"),
+    ],
+)
+def test_what_came_of_a_planted_fault_is_judged(
+    fault: str, text: str, seconds: float | None, code: int, left: bool, expected: str
+) -> None:
+    line = next(rank_faults.lines_that_name(text), "")
+    assert rank_faults.verdict(rank_faults.FAULTS[fault], text, seconds, code, left, line) == expected
+
+
+def test_every_fault_is_planted_and_no_job_twice() -> None:
+    for cpu in (False, True):
+        jobs = rank_faults.plan(cpu=cpu)
+        assert len({job.name for job in jobs}) == len(jobs) >= 30
+        assert {job.fault for job in jobs} == set(rank_faults.FAULTS)

@@ -341,12 +341,12 @@ def end(job: Job, folder: Path) -> None:
     planted = float((folder / "planted").read_text()) if (folder / "planted").exists() else None
     seconds = None if planted is None else round(over - planted, 1)
     fault = FAULTS[job.fault]
-    line = next(_lines(text), "")
+    line = next(lines_that_name(text), "")
     job.row = {"seconds": seconds, "code": None if left else code, "line": line}
     job.row["verdict"] = verdict(fault, text, seconds, code, bool(left), line)
 
 
-def _lines(text: str) -> Iterator[str]:
+def lines_that_name(text: str) -> Iterator[str]:
     """Those that name the process at fault, the best first."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", one).strip() for one in text.splitlines()]
     # Of torchrun's summary what it takes for the cause, in two lines.
