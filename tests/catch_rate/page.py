@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.catch_rate.case import CHANGES, COUNTED, PARTS
+from tests.catch_rate.case import CHANGES, COUNTED
 from tests.catch_rate.run import (
-    ABSENT,
     ALARM,
     AUDIT,
     AVOIDED,
@@ -18,7 +17,6 @@ from tests.catch_rate.run import (
     FAILED,
     FIRST,
     HEALED,
-    LOUD,
     MISSED,
     REFUSED,
     RESULTS,
@@ -93,17 +91,6 @@ def issues(row: Row) -> str:
     return ", ".join(f"[{one}](https://github.com/pytorch/pytorch/issues/{one})" for one in row["issues"])
 
 
-def said(row: Row | None) -> str:
-    """A cell: what became of a case in a version."""
-    if row is None:
-        return ""
-    if row["result"] in (ABSENT, LOUD):
-        return row["result"]
-    step = f", step {row['step'] - 1}" if row["result"] in (FIRST, AUDIT) and row["step"] else ""
-    mark = f"**{row['result']}**" if row["result"] in (MISSED, ALARM, FAILED) else row["result"]
-    return f"{mark}{step}"
-
-
 def summary(rows: Sequence[Row]) -> list[str]:
     """What became of the faults that are there, a line for the real and one for the planted ones of each version."""
     head = ["faults", "torch", "there", *(FIRST, AUDIT, HEALED, REFUSED, AVOIDED, MISSED), "caught"]
@@ -135,18 +122,6 @@ def real_names(rows: Iterable[Row]) -> set[str]:
 def shows(row: Row) -> bool:
     """Whether there is something to read about it: a fault, or an alarm without one."""
     return row["there"] or row["result"] in (ALARM, FAILED)
-
-
-def cases(rows: Sequence[Row], planted: bool) -> list[str]:
-    """A table of the cases of which some version shows something."""
-    by = {(one["case"], one["torch"]): one for one in rows}
-    first = {one["case"]: one for one in rows if one["planted"] is planted and shows(one)}
-    every = versions(rows)
-    body = []
-    for name, one in sorted(first.items(), key=lambda each: (PARTS.index(each[1]["part"]), each[0])):
-        found = [said(by.get((name, version))) for version in every]
-        body.append([name, issues(one), one["part"], one["changes"], *found])
-    return table(["fault", "issues", "in", "wrong first", *(f"torch {one}" for one in every)], body)
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -186,7 +161,8 @@ def page(rows: Sequence[Row]) -> str:
         f"python -m tests.catch_rate --out {LINES} --page {PAGE}  # with each torch; here 4 and 12 minutes on one core",
         "```",
         "",
-        f"[The lines]({LINES.name}) hold all cases, by how much each training differs, and what was said.",
+        f"[The lines]({LINES.name}) hold all cases, by how much each training differs, and what was said; "
+        f"{len(names - shown)} show no fault under these versions.",
         "",
         "| result | |",
         "| --- | --- |",
@@ -208,16 +184,6 @@ def page(rows: Sequence[Row]) -> str:
     if alarms:
         head = ["training", "issues", "wrong first", "torch", "what was called different"]
         lines += ["## False alarms", "", *table(head, explained(alarms, ALARMS))]
-    lines += [
-        "## Real faults, case by case",
-        "",
-        f"`step` is the one whose check decided; later ones ran eager. {len(names - shown)} further cases show no "
-        "fault under these versions.",
-        "",
-        *cases(rows, planted=False),
-    ]
-    if planted := cases(rows, planted=True):
-        lines += ["## Planted faults, case by case", "", *planted]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -261,8 +261,26 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
     notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
     notes += ["On a CPU the rows give ratios, no times."] * on_cpu
     notes += [f"`{row.arm}`: {flag}." for row in rows for flag in row.compared.flags]
-    conditions = f"{compared.workload} · {conditions_of(records)} · [records]({link})"
-    return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
+    silent = [name for name in COUNTS if {ABSENT, "0"} >= set(columns.get(name, ()))]
+    columns = {name: texts for name, texts in kept(columns).items() if name not in silent}
+    conditions = f"{compared.workload} · {_conditions(records)} · [records]({link})"
+    return [conditions, "", *piped(columns), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
+
+
+def _conditions(records: Sequence[RunRecord]) -> str:
+    """Where and when, in one line: processor, clock, power and all versions are in the records beside it."""
+    machines = [record.machine for record in records if record.machine is not None]
+    loads = [each.load_average for each in machines if each.load_average is not None]
+    throttled = sorted({reason for each in machines for reason in each.gpu_throttled})
+    facts = (
+        [record.device for record in records],
+        [f"torch {record.versions.get('torch')}" for record in records],
+        [f"commit {commit[:10] + commit[40:]}" for commit in (record.git_commit or "unknown" for record in records)],
+        sorted((record.started or "")[:10] for record in records),
+        [f"load average {range_text('', loads)}"] * bool(loads),
+        [f"throttled: {', '.join(throttled)}"] * bool(throttled),
+    )
+    return " · ".join(" / ".join(dict.fromkeys(filter(None, each))) for each in facts if any(each))
 
 
 def models(runs: Sequence[Run], link: str) -> list[str]:
@@ -279,7 +297,7 @@ def models(runs: Sequence[Run], link: str) -> list[str]:
             notes += [f"{found.workload}, `{row.arm}`: {flag}." for flag in row.compared.flags]
     columns = {name: [text[name] for text in texts] for name in texts[0]}
     notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
-    conditions = f"{conditions_of(records)} · [records]({link})"
+    conditions = f"{_conditions(records)} · [records]({link})"
     return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
 
 
