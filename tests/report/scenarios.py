@@ -41,6 +41,7 @@ def configured(arm: str = "eager", **settings: Any) -> RunRecord:
     return one
 
 
+BUSY = MachineFacts(seconds=9.0, processors=2, load_average=10.0, other_processors=1.5, waited_share=0.6)
 EAGER = rounds("eager", 100)
 COLD = rounds("whole", 50, warmup=31.0, compile_seconds=20.0)
 WARM = rounds("whole", 50, start="warm", warmup=3.0, compile_seconds=1.0)
@@ -81,6 +82,7 @@ COMPARED: dict[str, tuple[list[RunRecord], dict[str, Any]]] = {
     "a baseline with a parameter": (MODES, {"baseline": "whole (mode=default)"}),
     "no eager": (MODES, {}),
     "eager failed": ([steady("eager", 100, status="failed", reason="out of memory\nmore"), *COLD], {}),
+    "eager on a busy machine": ([*rounds("eager", 100, machine=BUSY), *COLD], {}),
     "without warm-up": ([*rounds("eager", 100, warmup=None), *rounds("whole", 50, warmup=None)], {}),
     "single runs": ([record("eager", warmup_seconds=1.0), record("whole", warmup_seconds=2.0, step_seconds=0.05)], {}),
     "a lonely run that failed": ([RunRecord(task="toy", status="failed", reason="no compiler")], {}),
@@ -101,7 +103,6 @@ COMPARED: dict[str, tuple[list[RunRecord], dict[str, Any]]] = {
 
 ROLLED_BACK = "slower than eager: a step takes 5 ms; on_slower=eager: 2 regions go on eager"
 IN_PART = "on_compile_error=eager: compile=optimizer runs eager, it did not compile: no"
-BUSY = MachineFacts(seconds=9.0, processors=2, load_average=10.0, other_processors=1.5, waited_share=0.6)
 FLAGGED: dict[str, list[dict[str, Any]]] = {
     "nothing": [{}],
     "a recompile of validation": [{"events": [Event(kind="recompile", reason="size", phase="validating")]}],

@@ -1,4 +1,7 @@
-"""The store of artifacts, with small fake bytes: what is whole and genuine is loaded, everything else is refused."""
+"""The store of artifacts, with small fake bytes: what is whole and genuine is loaded, everything else is refused.
+
+In a folder, in memory, and on a real S3-protocol server on the loopback interface (moto), through s3fs and botocore.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from strategies import Cached
 from strategies.cached import store as artifact_store
 from strategies.cached.store import UNSIGNED, ArtifactStore, Refused, read_libraries, signature_of
 
@@ -19,6 +24,8 @@ KEY = b"0123456789abcdef"
 OTHER_KEY = b"fedcba9876543210"
 PROGRAM = hashlib.sha256(b"one program").hexdigest()
 FOREIGN = hashlib.sha256(b"another").hexdigest()
+Connect = Callable[..., ArtifactStore]
+"""Given a key, a client of one store; ``url`` may be another one at the same place."""
 
 
 @pytest.fixture
@@ -27,12 +34,52 @@ def local(tmp_path: Path) -> ArtifactStore:
 
 
 @pytest.fixture
-def memory() -> Iterator[str]:
+def in_memory() -> Iterator[Connect]:
     url = f"memory://{uuid.uuid4().hex}"
-    yield url
+    yield lambda key=KEY: ArtifactStore(url, key=key)
     store = ArtifactStore(url)
     if store.fs.exists(store.root):
         store.fs.rm(store.root, recursive=True)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = pytest.importorskip("moto.server", reason="the test extra brings moto[server]")
+    pytest.importorskip("s3fs", reason="the test extra brings s3fs")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def in_bucket(endpoint: str) -> Iterator[Connect]:
+    def connect(key: bytes | None = KEY, url: str = "s3://artifacts/compiled") -> ArtifactStore:
+        return ArtifactStore(url, key=key, storage_options={"endpoint_url": endpoint, "skip_instance_cache": True})
+
+    store = connect()
+    store.fs.mkdir("artifacts")
+    yield connect
+    store.fs.rm("artifacts", recursive=True)
+
+
+@pytest.fixture(params=["memory", pytest.param("bucket", marks=pytest.mark.slow)])
+def remote(request: pytest.FixtureRequest) -> Connect:
+    connect: Connect = request.getfixturevalue(f"in_{request.param}")
+    return connect
+
+
+@pytest.fixture(params=["folder", "memory", pytest.param("bucket", marks=pytest.mark.slow)])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
+    if request.param == "folder":
+        return lambda key=KEY: ArtifactStore(str(tmp_path / "store"), key=key)
+    connect: Connect = request.getfixturevalue(f"in_{request.param}")
+    return connect
 
 
 def save(store: ArtifactStore, data: bytes = b"artifacts", fingerprint: str = PROGRAM) -> str:
@@ -44,32 +91,31 @@ def load(store: ArtifactStore, name: str) -> bytes:
     return store.load(name, fingerprint=PROGRAM).artifacts
 
 
-def change(store: ArtifactStore, name: str, edit: Callable[[bytes], bytes]) -> None:
-    path = Path(store.path(name))
-    path.write_bytes(edit(path.read_bytes()))
+def test_what_one_client_saves_another_one_loads(anywhere: Connect) -> None:
+    store, other = anywhere(), anywhere()
+    assert other.names(PROGRAM) == [], "an empty store holds nothing"
+    name = save(store)
+    assert other.names(PROGRAM) == [name]
+    assert other.names(FOREIGN) == []
+    bundle = other.load(name, fingerprint=PROGRAM)
+    assert (bundle.artifacts, bundle.libraries) == (b"artifacts", {"ab/c.so": b"elf"})
+    assert bundle.manifest["facts"] == {"torch": "2"}
+    assert other.bundles() == {name: bundle.size}
+    later = save(store, b"more")
+    assert set(other.names(PROGRAM)) == {name, later}, "no stale listing"
 
 
-def test_what_is_saved_is_loaded(local: ArtifactStore, memory: str) -> None:
-    for store in (local, ArtifactStore(memory, key=KEY)):
-        name = save(store)
-        assert store.names(PROGRAM) == [name]
-        assert store.names(FOREIGN) == []
-        bundle = store.load(name, fingerprint=PROGRAM)
-        assert (bundle.artifacts, bundle.libraries) == (b"artifacts", {"ab/c.so": b"elf"})
-        assert bundle.manifest["facts"] == {"torch": "2"}
-        assert store.bundles() == {name: bundle.size}
-
-
-def test_an_empty_store_holds_nothing(local: ArtifactStore, memory: str) -> None:
-    assert local.names(PROGRAM) == ArtifactStore(memory).names(PROGRAM) == []
+def test_without_a_key_a_folder_of_ones_own_is_trusted(local: ArtifactStore) -> None:
+    assert load(local, save(local)) == b"artifacts"
 
 
 @pytest.mark.parametrize("edit", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-1] + b"A"])
-def test_a_damaged_bundle_is_refused(local: ArtifactStore, edit: Callable[[bytes], bytes]) -> None:
-    name = save(local)
-    change(local, name, edit)
+def test_a_damaged_bundle_is_refused(anywhere: Connect, edit: Callable[[bytes], bytes]) -> None:
+    name = save(store := anywhere())
+    path = store.path(name)
+    store.fs.pipe_file(path, edit(store.fs.cat_file(path)))
     with pytest.raises(Refused, match="truncated or was changed"):
-        load(local, name)
+        load(store, name)
 
 
 def test_what_is_no_bundle_is_refused(local: ArtifactStore) -> None:
@@ -82,44 +128,39 @@ def test_what_is_no_bundle_is_refused(local: ArtifactStore) -> None:
             load(local, name)
 
 
-def test_a_bundle_that_is_gone_is_refused(local: ArtifactStore) -> None:
-    name = save(local)
+def test_a_bundle_that_is_gone_or_of_another_program_is_refused(local: ArtifactStore) -> None:
+    # The names hold only part of the fingerprint: the manifest has all of it.
+    name = save(local, fingerprint=PROGRAM[:32] + FOREIGN[32:])
+    assert local.names(PROGRAM) == [name]
+    with pytest.raises(Refused, match="another program or machine"):
+        local.load(name, fingerprint=PROGRAM)
     local.remove(name)
     assert local.names(PROGRAM) == []
     with pytest.raises(Refused, match="file is missing"):
         load(local, name)
 
 
-def test_a_bundle_of_another_program_is_refused(local: ArtifactStore) -> None:
-    # The names hold only part of the fingerprint: the manifest has all of it.
-    twin = PROGRAM[:32] + FOREIGN[32:]
-    name = save(local, fingerprint=twin)
-    assert local.names(PROGRAM) == [name]
-    with pytest.raises(Refused, match="another program or machine"):
-        local.load(name, fingerprint=PROGRAM)
-
-
 # ---- who wrote it --------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_is_not_local_needs_a_signature(memory: str) -> None:
-    name = save(ArtifactStore(memory))
-    with pytest.raises(Refused, match=r"no key .*CRUCIBLE_CACHE_KEY.*not a local folder"):
-        load(ArtifactStore(memory), name)
+def test_a_store_that_is_not_local_needs_a_signature(remote: Connect) -> None:
+    unsigned, signed = save(remote(key=None), b"unsigned"), save(remote())
+    for name in (unsigned, signed):
+        with pytest.raises(Refused, match=r"no key .*CRUCIBLE_CACHE_KEY.*not a local folder"):
+            load(remote(key=None), name)
     with pytest.raises(Refused, match="not signed"):
-        load(ArtifactStore(memory, key=KEY), name)
+        load(remote(), unsigned)
 
 
-def test_a_signature_by_another_key_is_refused_everywhere(local: ArtifactStore, memory: str) -> None:
-    for url in (local.root, memory):
-        name = save(ArtifactStore(url, key=OTHER_KEY))
-        with pytest.raises(Refused, match="does not match"):
-            load(ArtifactStore(url, key=KEY), name)
+def test_a_signature_by_another_key_is_refused_everywhere(anywhere: Connect) -> None:
+    name = save(anywhere(key=OTHER_KEY))
+    with pytest.raises(Refused, match="does not match"):
+        load(anywhere(), name)
 
 
-def test_data_swapped_together_with_its_digest_is_refused(memory: str) -> None:
+def test_data_swapped_together_with_its_digest_is_refused(in_memory: Connect) -> None:
     # The digest alone proves nothing to somebody who can write the file; what they wrote is not even opened.
-    store = ArtifactStore(memory, key=KEY)
+    store = in_memory()
     signature = store.fs.cat_file(store.path(save(store)))[: len(UNSIGNED)]
     for signed in (signature, signature_of(b"evil data", OTHER_KEY), b"0" * 64, b"\xff" * 64):
         name = f"{PROGRAM[:32]}-{hashlib.sha256(b'evil data').hexdigest()}"
@@ -145,17 +186,17 @@ def test_what_others_may_write_is_refused_unless_it_is_signed(local: ArtifactSto
     assert load(signed, name)
 
 
-def test_links_are_refused_unless_it_is_signed(local: ArtifactStore, tmp_path: Path) -> None:
+def test_a_link_and_a_folder_of_another_user_are_refused(
+    local: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = save(local)
     path, elsewhere = Path(local.path(name)), tmp_path / "elsewhere.bundle"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
     with pytest.raises(Refused, match="is a link"):
         load(local, name)
-
-
-def test_a_folder_of_another_user_is_refused(local: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = save(local)
+    elsewhere.replace(path)
+    assert load(local, name)
     monkeypatch.setattr(os, "getuid", lambda: os.stat(local.root).st_uid + 1)
     with pytest.raises(Refused, match="belongs to another user"):
         load(local, name)
@@ -186,41 +227,75 @@ def test_a_write_that_fails_leaves_nothing_behind(local: ArtifactStore, monkeypa
     assert load(local, first) == b"artifacts"
 
 
-def test_writers_at_once_lose_nothing(local: ArtifactStore, memory: str) -> None:
-    for url in (local.root, memory):
-        barrier = threading.Barrier(8)
+def test_writers_at_once_lose_nothing(anywhere: Connect) -> None:
+    barrier = threading.Barrier(8)
 
-        def write(number: int, url: str = url, barrier: threading.Barrier = barrier) -> None:
-            store = ArtifactStore(url, key=KEY)
-            barrier.wait()
-            save(store, f"shapes {number % 4}".encode())  # two writers each with the same content
+    def write(number: int) -> None:
+        store = anywhere()
+        barrier.wait()
+        save(store, f"shapes {number % 4}".encode())  # two writers each with the same content
 
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        store = ArtifactStore(url, key=KEY)
-        assert {load(store, name) for name in store.names(PROGRAM)} == {f"shapes {n}".encode() for n in range(4)}
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store = anywhere()
+    assert {load(store, name) for name in store.names(PROGRAM)} == {f"shapes {n}".encode() for n in range(4)}
+
+
+@pytest.mark.slow
+def test_a_bucket_that_does_not_exist_is_never_made(in_bucket: Any) -> None:
+    absent = in_bucket(url="s3://absent/compiled")
+    assert absent.names(PROGRAM) == []
+    with pytest.raises(FileNotFoundError):
+        save(absent)
+    assert not absent.fs.exists("absent")
+
+
+@pytest.mark.slow
+def test_a_run_starts_warm_from_a_bucket(
+    in_bucket: Connect, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.strategies.test_cached import run
+
+    monkeypatch.setenv("CRUCIBLE_CACHE_KEY", KEY.decode())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+    def cached() -> Cached:
+        return Cached(url="s3://artifacts/compiled", storage_options={"endpoint_url": endpoint})
+
+    cold = run(cached(), compiled="a")
+    assert (cold["state"], "save_error" in cold) == ("cold", False)
+    assert run(cached(), hits="a")["state"] == "warm"
+    assert "testing" not in str(cold), "no credentials in the record"
 
 
 # ---- eviction ------------------------------------------------------------------------------------------------------
 
 
-def age(store: ArtifactStore, name: str, seconds: float) -> None:
-    os.utime(store.path(name), (time.time() - seconds,) * 2)
-
-
 def test_the_oldest_bundle_is_evicted_first(local: ArtifactStore) -> None:
     old, younger, new = (save(local, bytes([number]) * 5000) for number in range(3))
     for name, seconds in ((old, 300), (younger, 200), (new, 100)):
-        age(local, name, seconds)
+        os.utime(local.path(name), (time.time() - seconds,) * 2)
     total = sum(local.bundles().values())
     assert local.evict(max_bytes=total) == []
     assert local.evict(max_bytes=total - 1) == [old]
     assert local.evict(max_bytes=0, keep=[new]) == [younger]
     assert local.names(PROGRAM) == [new]
     assert {Path(path).stem for path in os.listdir(local.root)} == {new}
+
+
+@pytest.mark.slow
+def test_of_a_bucket_what_was_written_first_is_evicted(in_bucket: Connect) -> None:
+    store = in_bucket()
+    names = [save(store, bytes([number]) * 4000) for number in range(2)]
+    sizes = store.bundles()
+    assert set(sizes) == set(names)
+    assert all(size > 4000 for size in sizes.values())
+    assert store.evict(max_bytes=sum(sizes.values()) - 1, keep=[names[1]]) == [names[0]]
+    assert store.names(PROGRAM) == [names[1]]
+    assert store.evict(max_bytes=1 << 30) == []
 
 
 def test_eviction_touches_nothing_that_is_not_ours(local: ArtifactStore) -> None:

@@ -27,6 +27,11 @@ LAYERS: dict[str, tuple[nn.Module, list[str]]] = {
     "layers and activations": (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), []),
     "a single block": (blocks(1), []),
     "blocks of two kinds": (nn.ModuleList([Block(), nn.Sequential(nn.Linear(8, 8))]), []),
+    "blocks and a bare layer": (nn.ModuleList([Block(), Block(), nn.Linear(8, 8)]), []),
+    "lists of bare layers in a list": (
+        nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(2)),
+        [],
+    ),
     "nothing": (nn.ModuleList(), []),
 }
 

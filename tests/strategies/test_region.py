@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -331,6 +332,18 @@ def test_within_eager_nothing_of_it_runs(proven: tuple[Program, Counted]) -> Non
     assert Counted.eager_calls == 1
 
 
+def test_copies_and_pickles_of_a_module_in_force_are_plain(proven: tuple[Program, Counted]) -> None:
+    program, block = proven
+    x_BD = torch.randn(3, 8)
+    with eager(program):
+        expected = block(x_BD)
+    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert not vars(twin).get("_compiled_call_impl")
+        with torch.no_grad():
+            torch.testing.assert_close(twin(x_BD), expected)
+    assert vars(block)["_compiled_call_impl"] is region(program)
+
+
 def test_a_block_within_the_forward_of_another_region_is_its_part() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -433,6 +446,19 @@ class TwoHeads(nn.Module):
     def forward(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
         x_BD = self.both(x_BD)
         return self.one(x_BD), self.two(x_BD)
+
+
+def test_weights_of_an_unused_output_have_no_gradient_as_in_eager() -> None:
+    block = TwoHeads()
+    program, x_BD = compiled(block), torch.randn(3, 8)
+    for used in (0, 0, 1, 0):
+        block.zero_grad(set_to_none=True)
+        with one_step(program):
+            block(x_BD)[used].sum().backward()
+        unused = block.two if used == 0 else block.one
+        assert [one.grad for one in unused.parameters()] == [None, None]
+        assert all(one.grad is not None for one in block.both.parameters())
+    assert region(program).state is State.COMPILED
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

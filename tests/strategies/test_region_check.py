@@ -311,6 +311,22 @@ def test_gradients_that_are_there_stay_and_inputs_keep_theirs() -> None:
     assert torch.equal(x_BSD.grad, of_input)
 
 
+def test_hooks_for_saved_tensors_do_not_see_it() -> None:
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    module = Attention()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outcome = check_call(module, module._call_impl, (text(),), {})
+        assert seen == []
+        module(text())
+        assert seen, "they are there again"
+    assert outcome.wrong == []
+
+
 def test_outputs_are_let_go_with_the_check() -> None:
     """Not once garbage is collected: they are as large as the region's own, and hold autograd's nodes of its weights,
     which no capture may meet."""

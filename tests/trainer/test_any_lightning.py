@@ -14,6 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
 from strategies import Regional, Strategy, Whole
+from tests.strategies import backends
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, Losses, fit, quiet_trainer
 from trainer.callback import Compile
@@ -67,6 +68,14 @@ def test_a_loss_may_be_a_row_of_one_number(tmp_path: Path) -> None:
         assert compile_.record.final_loss == pytest.approx(sum(eager[-2:]) / 2)
 
 
+def test_figures_of_batches_that_nobody_counts_are_none(tmp_path: Path) -> None:
+    compile_ = Compile(warmup_steps=1)
+    fit(Blocks(), tmp_path, [compile_])
+    assert compile_.record.steady_steps_per_second
+    for name in ("samples_per_second", "tokens_per_second", "useful_tokens_per_second", "teraflops_per_second"):
+        assert getattr(compile_.record, name) is None, name
+
+
 def test_batches_are_counted_by_the_function_that_is_given(tmp_path: Path) -> None:
     compile_ = Compile(warmup_steps=1, count=lambda batch: (len(batch[0]), None, None, None))
     fit(Blocks(), tmp_path, [compile_])
@@ -82,6 +91,16 @@ def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     assert (compile_.record.steps, compile_.record.steady_steps) == (3, 2)
     # Lightning hands over each loss divided by the number of batches: their sum is the step's.
     assert compile_.record.final_loss == pytest.approx(sum(losses[-2:]))
+
+
+def test_one_callback_serves_two_fits(tmp_path: Path) -> None:
+    module, compile_ = Blocks(), Compile([Regional(backend=backends.COUNTING)])
+    backends.graphs.clear()
+    fit(module, tmp_path, [compile_])
+    assert len(backends.graphs) == 1
+    fit(module, tmp_path, [compile_])
+    assert len(backends.graphs) == 1, "what was compiled serves again"
+    assert compile_.record.regions == 3
 
 
 def test_figures_are_kept_when_a_second_data_worker_is_found_dead_while_they_are_filled_in(
@@ -101,6 +120,12 @@ def test_figures_are_kept_when_a_second_data_worker_is_found_dead_while_they_are
     with pytest.raises(RuntimeError, match="pid 1"):
         fit(Blocks(), tmp_path, [compile_])
     assert compile_.record.steps == 6
+
+
+def test_lightnings_own_demo_is_compiled_whole() -> None:
+    compile_ = Compile([Whole(backend="aot_eager")], save=False)
+    assert demo([compile_]) == pytest.approx(demo([]), rel=FLOOR)
+    assert (compile_.record.regions, compile_.record.regions_compiled) == (1, 1)
 
 
 def demo(callbacks: list[L.Callback], module: L.LightningModule | None = None) -> list[float]:

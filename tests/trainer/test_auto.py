@@ -68,6 +68,18 @@ def test_the_faster_candidate_takes_over_and_what_loses_steps_back(
     assert 0 < (record.graphs or 0) <= sum(fixed), "what was compiled once is not compiled again when it comes back"
 
 
+def test_eager_that_wins_is_left_as_it_was(eager: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_take(monkeypatch, eager=0.5, regional=1.0, whole=1.0)
+    compile_ = auto()
+    assert fit(Blocks(), tmp_path, [compile_], **STEPS) == pytest.approx(eager, rel=1e-4)
+    record = compile_.record
+    assert record.report["auto"]["chosen"] == "eager"
+    assert set(tried(compile_)) == {"eager", "regional", "whole"}
+    assert compile_.program is not None
+    assert compile_.program.regions == []
+    assert (record.chosen_strategies, record.regions) == ([], 0)
+
+
 def test_it_switches_between_optimizer_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"accumulate_grad_batches": 2, "max_steps": 20, "max_epochs": -1}
     steps_take(monkeypatch, eager=1.0, regional=0.5)
@@ -180,6 +192,14 @@ def test_a_second_run_of_the_same_program_begins_with_what_was_best(
     compile_ = auto(remember=True)
     fit(Blocks(), tmp_path, [compile_], max_steps=4, precision="bf16-mixed")
     assert compile_.record.report["auto"]["remembered"] is None, "another precision is another program"
+
+
+def test_a_short_run_stays_eager_and_compiles_nothing(tmp_path: Path) -> None:
+    record = train(tmp_path, strategy="auto")
+    assert (record.status, record.label, record.report["auto"]["chosen"]) == ("finished", "auto", "eager")
+    assert (record.graphs, record.compile_seconds) == (0, None)
+    assert record.preparation_seconds is None
+    assert record.final_loss == train(tmp_path / "eager", strategy="eager").final_loss
 
 
 def test_it_goes_with_buckets_and_with_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,19 @@ def test_training_batches_are_of_one_bucket_each_and_padded_to_its_edge() -> Non
     assert report["batch_sizes"] == [4, 4, 4]
 
 
+@pytest.mark.parametrize("count", [3, 39])
+def test_every_example_is_trained_as_in_eager_the_last_ones_in_a_smaller_batch(count: int) -> None:
+    def trained(*callbacks: Compile) -> TextModel:
+        return fit(TextData(count=count), callbacks, max_steps=-1, max_epochs=2)
+
+    eager, module = trained(), trained(compile_ := with_(Buckets(multiple=8, count=3)))
+    assert [len(names) for _, names, _ in module.trained] == [len(names) for _, names, _ in eager.trained]
+    for one in (eager, module):
+        names = sorted(name for _, names, _ in one.trained for name in names)
+        assert names == sorted(f"text {number}" for number in range(count) for _ in range(2))
+    assert compile_.record.report["buckets"]["left_out_each_epoch"] == 0
+
+
 def test_a_batch_has_the_loss_that_it_has_without_padding() -> None:
     data = TextData()
     module, _ = train(data, max_steps=1)
@@ -175,6 +188,16 @@ def test_a_training_batch_longer_than_its_data_set_said_is_kept_whole_and_counte
     assert longer
     assert report["unexpected_training_batches"] == len(longer)
     assert any("longer than planned" in note for note in compile_.record.notes)
+
+
+def test_more_examples_a_batch_where_they_are_short() -> None:
+    module, compile_ = train(strategy=Buckets(multiple=8, count=3, tokens_per_batch=128), max_steps=-1, max_epochs=1)
+    report = compile_.record.report["buckets"]
+    rows = dict(zip(report["edges"], report["batch_sizes"], strict=True))
+    assert len(set(rows.values())) > 1
+    for width, names, _ in module.trained:
+        assert len(names) == rows[width]
+        assert width * len(names) <= 128
 
 
 class Stream(IterableDataset[Any]):

@@ -15,7 +15,7 @@ from tasks.captioning.size import CaptionerSize
 from tasks.captioning.task import Captioning, Shapes
 from tests.processes import Pair
 from tests.trainer.ragged_modules import RAGGED, TextData, Texts, fit
-from tests.trainer.runs import train
+from tests.trainer.runs import last_checkpoint, train
 from trainer.callback import Compile
 
 RAGGED_CAPTIONS = ("task.data.pad_to=null", "task.data.train_images=60", "compile.buckets.count=3")
@@ -69,6 +69,17 @@ def test_a_caption_batch_has_the_loss_and_the_count_that_it_has_without_padding(
     with torch.no_grad():
         plain = module.net(batch.images, batch.tokens[:, :longest])[0]
     assert loss == pytest.approx(float(plain), rel=1e-6)
+
+
+def test_eager_goes_on_from_a_checkpoint_of_buckets_within_the_same_epoch(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(first, *RAGGED_CAPTIONS, "trainer.max_steps=20", strategy="buckets")
+    ragged = RAGGED_CAPTIONS[:2]
+    assert train(second, *ragged, "trainer.max_steps=22", f"resume={first}", strategy="eager").status == "finished"
+    # 60 captions in batches of two: twenty steps are within the first epoch, for the loader as well.
+    for folder, batches in ((first, 20), (second, 22)):
+        loop = last_checkpoint(folder)["loops"]["fit_loop"]["state_dict"]
+        assert loop["combined_loader"] == [{"epoch": 0, "batches": batches}]
 
 
 def on_a_rank() -> tuple[Any, Any]:

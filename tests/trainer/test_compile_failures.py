@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies import STRATEGIES, Regional
+from strategies import STRATEGIES, Regional, Whole
 from strategies.compile_errors import one_line
 from tests.strategies import backends
 from tests.sweep import MARK
@@ -94,6 +94,25 @@ def test_else_the_run_finishes_and_is_noted_as_eager(steps: int, said_after: int
         fit(NeverCalled(), tmp_path, [compile_], max_steps=steps)
     assert (compile_.record.regions_compiled, compile_.record.ended_in_eager) == (0, True)
     assert list(compile_.record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
+
+
+class JoinsLater(NeverCalled):
+    """Its blocks take part from the fourth step on; the first step has no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.global_step == 0:
+            return None
+        return (super() if self.global_step < 4 else super(NeverCalled, self)).training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", [Regional(backend="aot_eager"), Whole(backend="aot_eager")])
+def test_regions_may_join_in_the_first_steps(strategy: Any, tmp_path: Path) -> None:
+    eager = fit(JoinsLater(), tmp_path, [], max_steps=8)
+    compile_ = Compile([strategy])
+    assert fit(JoinsLater(), tmp_path, [compile_], max_steps=8) == pytest.approx(eager, rel=1e-5)
+    record = compile_.record
+    assert record.regions_compiled == record.regions
+    assert (record.ended_in_eager, record.eager_parts) == (False, {})
 
 
 def test_a_region_that_is_not_compiled_beside_others_that_are_is_noted(tmp_path: Path) -> None:

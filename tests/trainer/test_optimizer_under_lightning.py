@@ -67,6 +67,23 @@ def test_a_module_that_clips_by_itself_is_left_to_it(tmp_path: Path) -> None:
     assert fit(ClipsItself(), tmp_path, [compiled()]) == pytest.approx(eager, rel=1e-5)
 
 
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+def test_a_resumed_run_goes_on_as_eager_does(before: bool, after: bool, tmp_path: Path) -> None:
+    saved, ended = {}, {}
+    for name, first, second in (("eager", False, False), ("other", before, after)):
+        folder = tmp_path / name
+        keep = {"enable_checkpointing": True, "max_steps": 3}
+        saved[name] = fit(Scheduled(), folder, [compiled()] if first else [], **keep)
+        (checkpoint,) = folder.rglob("*.ckpt")
+        compile_ = compiled()
+        ended[name] = fit_from(checkpoint, [compile_] if second else [], folder)
+        if second:
+            assert compile_.record.recompiles == 0
+    assert saved["other"] == pytest.approx(saved["eager"], rel=1e-5)
+    assert ended["other"] == pytest.approx(ended["eager"], rel=1e-5)
+    assert len(ended["eager"]) == 3
+
+
 def fit_from(checkpoint: Path, callbacks: list[Any], folder: Path) -> list[float]:
     import lightning as L
 

@@ -49,6 +49,25 @@ class WithNet(Blocks):
         return nn.functional.mse_loss(self.head(self.net(self.stem(batch[0]))), batch[1])
 
 
+class Unfreezes(WithNet):
+    """Trains two blocks from its third step on."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(Block(), Block()))
+        self.net.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.requires_grad_(self.global_step >= 2)
+
+
+def test_weights_that_were_frozen_when_they_were_compiled_train_once_they_are_not(tmp_path: Path) -> None:
+    eager, module = fit(Unfreezes(), tmp_path, []), Unfreezes()
+    assert fit(module, tmp_path, [Compile([Whole(backend="aot_eager")], whole=["net"])]) == pytest.approx(
+        eager, rel=FLOOR
+    )
+    assert all(weight.grad is not None for weight in module.net.parameters())
+
+
 def test_a_break_in_a_regions_own_loop_is_no_region_that_compiled_nothing(tmp_path: Path) -> None:
     eager = fit(WithNet(ReadsInLoop()), tmp_path, [])
     for _ in range(2):  # a second training of the process compiles nothing anew
@@ -246,6 +265,20 @@ def test_a_gradient_penalty_trains_in_eager_and_is_named(kind: type[Blocks], par
     compile_ = Compile([Regional(backend="aot_eager")], parity=parity, on_compile_error="fail")
     with pytest.raises(CompileFailed, match=r"^on_compile_error=\"fail\": .*a gradient of its gradient is taken"):
         fit(kind(), tmp_path, [compile_])
+
+
+def test_a_step_may_take_entries_out_of_its_batch(tmp_path: Path) -> None:
+    class Pops(Blocks):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return dict(zip("xy", batch, strict=True))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step([batch.pop("x"), batch.pop("y")], batch_idx)
+
+    eager = fit(Pops(), tmp_path, [])
+    compile_ = Compile([Regional(backend="aot_eager")])
+    assert fit(Pops(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+    assert compile_.record.report["parity"]["verdict"] == "passed"
 
 
 class Sparse(Blocks):
