@@ -1,5 +1,5 @@
-"""``tests/gpu/several.py``: what it would run, how it shares GPUs out, and what it says of a rank that it kills; how ``rank_faults``
-judges what came of a fault."""
+"""``tests/gpu/several.py``: what it would run, how it shares GPUs out, and what it says of a rank that it kills; how
+``rank_faults`` judges what came of a fault."""
 
 from __future__ import annotations
 

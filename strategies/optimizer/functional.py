@@ -28,7 +28,7 @@ from torch._dynamo.utils import counters
 
 from strategies.compile_errors import CannotCapture, is_compile_error, one_line
 from strategies.optimizer.calls import FORMS, WITH_TENSOR_BETAS, Call, Lists, Reader, layouts, overlapping
-from strategies.optimizer.step import DeviceScalar, NotCompiled, OwnStep, Update, looked_into
+from strategies.optimizer.step import DeviceScalar, NotCompiled, OwnStep, Update, by_value, looked_into
 from strategies.optimizer.update_check import NO_MEMORY, Sample, compared, fits_memory, sample_of
 from strategies.region import State
 from strategies.region_check import Outcome
@@ -536,7 +536,7 @@ class FunctionalUpdate(Update):
         number = self._serial + 1 if plan is None or not plan.in_time() else plan.number
         left_out = ("params", "betas", *(name for name in self._may_be_tensors if name in self._varying))
         return number, *(
-            tuple((name, value) for name, value in numbers_of(group).items() if name not in left_out)
+            tuple((name, by_value(value)) for name, value in numbers_of(group).items() if name not in left_out)
             for group in self.optimizer.param_groups
         )
 

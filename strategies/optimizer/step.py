@@ -506,20 +506,32 @@ def graphed(optimizer: torch.optim.Optimizer) -> GraphedStep:
     raise CannotCapture(f"the {update.form} form of the compiled step reads the host")
 
 
+def by_value(value: Any) -> Hashable:
+    """A hyperparameter to tell graphs apart by; betas may be a list, a rate a tensor on the CPU that schedules fill."""
+    if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
+        return float(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(by_value, value))
+    if isinstance(value, dict):
+        return tuple((name, by_value(one)) for name, one in value.items())
+    return value if isinstance(value, Hashable) else id(value)
+
+
 class OwnStep(GraphedStep):
     """Torch's own step, which counts on the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._rates: list[DeviceScalar | None] = []
-        """Of each group; None where the rate is a tensor already, or kernels take it by value."""
+        """Of each group; None where the rate is on the device already, or kernels take it by value."""
         self._hook = optimizer.register_state_dict_post_hook(_steps_on_host)
 
     def prepare(self) -> None:
         """Bring the device's learning rates up to date: outside of the graph, which would repeat it."""
         for group in self._optimizer.param_groups[len(self._rates) :]:  # all at first, later those added since
             takes_tensor = group["params"] and (_has_capturable(group) or group.get("fused"))
-            moves = takes_tensor and not isinstance(group["lr"], Tensor)
+            on_device = isinstance(group["lr"], Tensor) and not group["lr"].is_cpu
+            moves = takes_tensor and not on_device
             self._rates.append(DeviceScalar(group["lr"], device=group["params"][0].device) if moves else None)
         for group, rate in self._groups():
             if rate is not None:
@@ -527,7 +539,9 @@ class OwnStep(GraphedStep):
 
     def constants(self) -> Hashable:
         return tuple(
-            tuple(value for name, value in group.items() if name != "params" and (name != "lr" or rate is None))
+            tuple(
+                by_value(value) for name, value in group.items() if name != "params" and (name != "lr" or rate is None)
+            )
             for group, rate in self._groups()
             if group["params"]  # nothing of an empty group is in a kernel
         )

@@ -534,3 +534,15 @@ def test_inductor_trains_as_torch_does_in_bfloat16_and_double(name: str) -> None
         assert both.update.state == "compiled"
         for theirs, ours in zip(both.modules[0].parameters(), both.modules[1].parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=closeness, atol=closeness)
+
+
+def test_hyperparameters_that_a_graph_takes_by_value_may_be_lists_and_tensors_of_the_cpu() -> None:
+    rate = torch.tensor(0.1)
+    settings: dict[str, Any] = {"lr": rate, "betas": [0.9, 0.99]}  # as a configuration in YAML gives them
+    captured = OwnStep(torch.optim.AdamW([nn.Parameter(torch.ones(2))], foreach=False, **settings))
+    captured.prepare()
+    before = captured.constants()
+    assert hash(before) == hash(captured.constants())
+    rate.fill_(0.2)  # as a schedule does
+    assert captured.constants() != before
+    captured.release()
