@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import STRATEGIES, CudaGraph, Regional
-from tests.report.test_run_verdict import FASTER, NOISY, SLOWER, record
+from tests.report.scenarios import FASTER, NOISY, SLOWER
+from tests.report.scenarios import run as record
 from trainer.advice import in_python, program, strategies_in_python
 from trainer.callback import Compile
 from trainer.report.run_verdict import verdict_lines
