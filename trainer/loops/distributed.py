@@ -293,7 +293,7 @@ class DDP(DDPStrategy):
     """
 
     stream: torch.cuda.Stream | None = None
-    """On which the module was wrapped; None = the current one."""
+    """On which the module was wrapped, each time; None = the current one."""
 
     def __init__(self, *, captures: bool = False, gradient_as_bucket_view: bool | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -320,7 +320,7 @@ class DDP(DDPStrategy):
         views = self._views if self._views is not None else self.captures or not _sees_gradients(self.lightning_module)
         self._ddp_kwargs["gradient_as_bucket_view"] = views
         if self.captures and self.root_device.type == "cuda":
-            self.stream = torch.cuda.Stream()
+            self.stream = torch.cuda.Stream() if self.stream is None else self.stream
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):  # None: stays where it is
             return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
