@@ -18,7 +18,7 @@ from strategies import Program
 from strategies.compile_errors import is_recompile_limit
 from strategies.loop_protocol import Loop, StepHook, gathered
 from strategies.optimizer.step import installed
-from strategies.region import Check, Kind, Region, is_ancestor, submodules
+from strategies.region import Check, Kind, Region, is_ancestor, paths_in_words, submodules
 from strategies.tolerance import Difference
 from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
@@ -71,6 +71,8 @@ class Checks(StepHook):
         self._round: deque[Any] = deque()
         self._asked_at = self._round_at = 0
         self._reported: set[str] = set()
+        self._evaluations_fell: list[Kind] = []
+        """Kinds of which evaluations run eager now."""
         self._fell: list[Update] = []
         """Optimizers whose steps run eager now."""
         self._peak, self._checked, self._repetitions = 0, False, 0
@@ -181,6 +183,10 @@ class Checks(StepHook):
                 self._fell_back(kind, new)
             elif kind.remedies and new:
                 self._healed(kind)
+            if kind.eager_evaluations and kind.failure is None and kind not in self._evaluations_fell:
+                self._evaluations_fell.append(kind)
+                self._news = True
+                self._evaluations_fell_back(kind)
         for update in updates:
             if update.reason and update not in self._fell:
                 self._fell.append(update)
@@ -205,14 +211,21 @@ class Checks(StepHook):
         """What runs eager on one process does so on all, for the same reason, and is as good as the worst says."""
         own = [(place, one.failure, one.differs) for place, one in enumerate(kinds) if one.failure]
         own_steps = [(place, one.reason, one.differs) for place, one in enumerate(updates) if one.reason]
-        every = gathered((own, own_steps, self.facts.last_clean_step))
-        for theirs, their_steps, _ in every:
+        own_evaluations = [
+            (place, one.eager_evaluations, one.evaluations_differ, one.evaluations_trusted)
+            for place, one in enumerate(kinds)
+            if one.eager_evaluations
+        ]
+        every = gathered((own, own_steps, own_evaluations, self.facts.last_clean_step))
+        for theirs, their_steps, their_evaluations, _ in every:
             for place, reason, differs in theirs:
                 kinds[place].fail(f"on another process: {reason}", differs=differs)
             for place, reason, differs in their_steps:
                 updates[place].fail(f"on another process: {reason}", differs=differs)
+            for place, reason, differs, trusted in their_evaluations:
+                kinds[place].run_evaluations_eager(f"on another process: {reason}", differs=differs, trusted=trusted)
         if any(one.differs for one in kinds) or any(one.differs for one in updates):
-            clean = [one for _, _, one in every if one is not None]
+            clean = [one for *_, one in every if one is not None]
             self.facts.last_clean_step = min(clean) if len(clean) == len(every) else None
 
     def _tell_others(self) -> None:
@@ -223,9 +236,7 @@ class Checks(StepHook):
                 self._event(f"{name} runs eager: {reason}")
 
     def _fell_back(self, kind: Kind, regions: list[Region]) -> None:
-        paths = [one.path for one in regions]
-        runs = "runs" if len(paths) == 1 else "run"
-        line = f"{kind.name}: {first_few(paths)} {runs} eager from step {self._loop.steps_done + 1} on: {kind.failure}"
+        line = f"{kind.name}: {paths_in_words(regions)} eager from step {self._loop.steps_done + 1} on: {kind.failure}"
         if kind.remedies:
             line = f"{line}; compiled with {', '.join(one.name for one in kind.remedies)}, too"
         if kind.differs:
@@ -235,7 +246,20 @@ class Checks(StepHook):
         self.warn(line)
         self._event(line)
         done = self._program.report.setdefault("rollback", {"rolled_back": []})["rolled_back"]
-        done.append({"parts": paths, "reason": kind.failure, "step": self._loop.steps_done})
+        done.append({"parts": [one.path for one in regions], "reason": kind.failure, "step": self._loop.steps_done})
+
+    def _evaluations_fell_back(self, kind: Kind) -> None:
+        """What trains is checked by itself, and goes on compiled."""
+        line = kind.evaluations_line
+        if kind.evaluations_trusted:
+            line = f"{line}; figures of earlier evaluations may be wrong by it, weights are not"
+            self.facts.verdict, self.facts.reason = "went eager", line
+        if kind.evaluations_differ and self._guarding.on_difference == "fail":
+            self._write_parity()
+            raise ParityError(as_typed(f"on_difference=fail: {line}", self._record.script))
+        if line not in self._program.notes:  # of an evaluation before the training
+            self.warn(line)
+        self._event(line)
 
     def _healed(self, kind: Kind) -> None:
         line = f"{kind.name}: {kind.first_failure}; compiled with {kind.remedies[-1]} it passes, from step"
@@ -366,6 +390,7 @@ class Checks(StepHook):
         checks, kinds = self._first, list(self._program.kinds.values())
         compared = [one for one in checks if one.outcome.how]
         different = [str(kind.failure) for kind in kinds if kind.differs]
+        different += [kind.evaluations_line for kind in kinds if kind.evaluations_differ]
         different += [update.reason for update in self._fell if update.differs]
         facts: dict[str, Any] = {"mode": self._guarding.parity, "checks": len(compared)}
         if not self._compares:
