@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -39,6 +40,9 @@ from strategies.torch_patches import allow
 
 MAX_CHECKED = 8
 """Signatures of one kind of region that are checked at their first call; further ones by audits."""
+
+MAX_RECOMPILED = 16
+"""Calls of one region, with arguments of the same shapes, that may compile it anew: who goes on never settles."""
 
 
 class State(StrEnum):
@@ -89,6 +93,8 @@ class Proof:
     """Whether that does not wait until there is time: code was compiled for it since."""
     turn: int = 0
     """Which caller's: audits go from one to the next."""
+    recompiled: Counter[str] = field(default_factory=Counter)
+    """By path of the caller, its calls that compiled something."""
     reached: list[frozenset[str]] | None = None
     """For each tensor among the outputs, the parameters that its gradient reaches; None = all reach all. An encoder's
     blocks and a decoder's are of one kind, and reach others."""
@@ -510,6 +516,7 @@ class Region(StandIn):
             checking.audited = True
         else:
             checking.checked = kind
+        graphs = counters["stats"]["unique_graphs"]
         self._inside = True
         try:
             outcome = check_call(
@@ -531,6 +538,7 @@ class Region(StandIn):
             return
         finally:
             self._inside = False
+        self._note_compiled(proof, graphs)
         again, wrong = bool(proof.suspected), outcome.wrong
         proof.looks += not outcome.unseen
         if outcome.unseen:  # this call shows whether the next one can be checked
@@ -587,12 +595,21 @@ class Region(StandIn):
             self._refuse(proof, error)
             return result
         self._compiled_in_step = True
-        if counters["stats"]["unique_graphs"] != graphs and self._checking.mode != "off":
+        if self._note_compiled(proof, graphs) and self._checking.mode != "off":
             proof.due = proof.must = True
             proof.turn = proof.callers.index(self)
         if torch.is_grad_enabled():
             self._watch_backward(proof, result, args, kwargs)
         return result
+
+    def _note_compiled(self, proof: Proof, graphs: int) -> bool:
+        """Whether there are more graphs than ``graphs``; code that is compiled again and again runs eager."""
+        if counters["stats"]["unique_graphs"] == graphs:
+            return False
+        proof.recompiled[self.path] += 1
+        if proof.recompiled[self.path] > MAX_RECOMPILED:
+            self.of.fail(NEVER_SETTLES)
+        return True
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.module._call_impl(*args, **kwargs)
@@ -810,6 +827,10 @@ def cannot_check(reason: str) -> str:
 
 
 SHARDED = "its parameters are sharded over a mesh of processes: it is compiled unchecked"
+NEVER_SETTLES = (
+    f"{MAX_RECOMPILED + 1} calls with arguments of the same shapes compiled it anew: a value that it reads in Python "
+    "is another one each time; make it a tensor, or compile the parts that do not read it"
+)
 DOUBLE_BACKWARD = REPLACED["does not currently support double backward"]
 
 

@@ -18,7 +18,7 @@ from strategies import Program
 from strategies.compile_errors import is_recompile_limit
 from strategies.loop_protocol import Loop, StepHook, gathered
 from strategies.optimizer.step import installed
-from strategies.region import Check, Kind, Region, is_ancestor, paths_in_words, submodules
+from strategies.region import NEVER_SETTLES, Check, Kind, Region, is_ancestor, paths_in_words, submodules
 from strategies.tolerance import Difference
 from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
@@ -170,6 +170,10 @@ class Checks(StepHook):
                         kind.failure = None  # torch's error does not name the guard
                     kind.fail(_beyond_limit(guard), kind.error)
         kinds, updates = list(program.kinds.values()), self._updates()
+        for kind in kinds:
+            if kind.failure == NEVER_SETTLES:
+                recompiles = [one.reason for one in telemetry.compiler.events if one.kind == "recompile"]
+                kind.failure = _with_guard(NEVER_SETTLES, recompiles[-1] if recompiles else "")
         if agreeing:
             self._take_from_others(kinds, updates)
         compiled = False
@@ -496,5 +500,9 @@ def _by_reason(missing: dict[str, str]) -> str:
 def _beyond_limit(recompile_reason: str) -> str:
     """Why code may not be compiled once more, with the guard that failed last."""
     line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
+    return _with_guard(line, recompile_reason)
+
+
+def _with_guard(line: str, recompile_reason: str) -> str:
     guard = " ".join(recompile_reason.strip().partition("\n")[0].split())
     return f"{line}; the guard that failed last: {guard}" if guard else line
