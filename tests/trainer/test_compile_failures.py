@@ -3,7 +3,9 @@ line, in the record too."""
 
 from __future__ import annotations
 
+import copy
 import io
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,24 @@ def test_else_the_run_finishes_and_is_noted_as_eager(steps: int, said_after: int
         fit(NeverCalled(), tmp_path, [compile_], max_steps=steps)
     assert (compile_.record.regions_compiled, compile_.record.ended_in_eager) == (0, True)
     assert list(compile_.record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
+
+
+class Averaged(Blocks):
+    """A frozen copy of the blocks that waits for an evaluation, as timm's ``ModelEmaV3`` makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.layers).requires_grad_(False)
+
+
+def test_averaged_weights_that_no_step_calls_are_no_alarm(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="aot_eager", blocks=["layers", "average"])])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*never called")
+        fit(Averaged(), tmp_path, [compile_], max_steps=12)
+    record = compile_.record
+    assert (record.regions, record.regions_compiled, record.eager_parts) == (3, 3, {})
+    assert any("average.2: was never called, and holds nothing that is trained" in note for note in record.notes)
 
 
 class JoinsLater(NeverCalled):

@@ -41,6 +41,7 @@ FIRST_STEPS = 3
 CHANCES = 10
 """Optimizer steps within which a region has to be called: what joins later is no mistake."""
 NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
+WAITING = "was never called, and holds nothing that is trained"
 CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
 CALLED_IN_VAIN = "called, and nothing in it was compiled"
 JOINED = "was added to the module while it trained and runs eager: what is compiled is chosen before"
@@ -437,7 +438,7 @@ class Checks(StepHook):
     def _verify(self, *, last: bool) -> None:
         """Say, once that is certain, which regions compiled nothing."""
         missing = self._not_compiled()
-        nothing = bool(missing) and len(missing) == len(self._program.regions)
+        nothing = bool(missing) and all(one.path in missing or _is_waiting_copy(one) for one in self._program.regions)
         if self._loop.all_ranks(nothing and last) and self._guarding.on_compile_error == "fail":
             raise CompiledNothing(
                 as_typed(
@@ -456,11 +457,14 @@ class Checks(StepHook):
             one.path: one.reason if one.state == "failed" else _why_not_called(one) or CALLED_IN_VAIN
             for one in program.regions
             if one.state == "failed"
-            or not one.called
-            or not compiler.compiled(one.module, held=one.has_code, splits=not one.arguments.get("fullgraph"))
+            or not (one.called or _is_waiting_copy(one))
+            or (
+                one.called
+                and not compiler.compiled(one.module, held=one.has_code, splits=not one.arguments.get("fullgraph"))
+            )
         }
         if self._record.regions is not None:
-            done = len(program.regions) - len(missing)
+            done = len(program.regions) - len(missing) - sum(map(_is_waiting_copy, program.regions))
             self._record.regions_compiled = max(self._record.regions_compiled or 0, done)
         return missing
 
@@ -485,7 +489,16 @@ class Checks(StepHook):
             if not any(is_ancestor(one.path, path) and one.state == "failed" for one in self._program.regions):
                 self._program.given_up[path] = reason
         self._warn_missing(missing)
+        if waiting := [one.path for one in self._program.regions if _is_waiting_copy(one)]:
+            self._program.notes.append(f"{self._record.label}: {', '.join(waiting)}: {WAITING}")
+            self._record.regions = len(self._program.regions) - len(waiting)
         self._write_parity()
+
+
+def _is_waiting_copy(region: Region) -> bool:
+    """Whether nobody has called it, and nothing of it is trained: averaged weights that wait for an evaluation."""
+    weights = [] if region.called or region.state == "failed" else list(region.module.parameters())
+    return bool(weights) and not any(one.requires_grad for one in weights)
 
 
 def _why_not_called(region: Region) -> str | None:
