@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
 from strategies import Program
 from strategies.compile_errors import is_recompile_limit
@@ -42,6 +43,7 @@ CHANCES = 10
 """Optimizer steps within which a region has to be called: what joins later is no mistake."""
 NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
 WAITING = "was never called, and holds nothing that is trained"
+OWN_CALL = "never called by torch's own call: its class has a __call__ that goes around it, and stays eager"
 CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
 CALLED_IN_VAIN = "called, and nothing in it was compiled"
 JOINED = "was added to the module while it trained and runs eager: what is compiled is chosen before"
@@ -502,7 +504,11 @@ def _is_waiting_copy(region: Region) -> bool:
 
 
 def _why_not_called(region: Region) -> str | None:
-    return None if region.called else CALLED_BESIDE if region.called_beside_a_step else NEVER_CALLED
+    if region.called:
+        return None
+    if region.called_beside_a_step:
+        return CALLED_BESIDE
+    return NEVER_CALLED if type(region.module).__call__ is nn.Module.__call__ else OWN_CALL
 
 
 def _by_reason(missing: dict[str, str]) -> str:
