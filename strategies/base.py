@@ -250,6 +250,12 @@ class Program:
         return {**failed, **self.given_up}
 
     @property
+    def eager_evaluations(self) -> dict[str, str]:
+        """Regions that train compiled and run eager in evaluations, by path, with the reason."""
+        kinds = [one for one in self.kinds.values() if one.eager_evaluations]
+        return {one.path: kind.eager_evaluations for kind in kinds for one in kind.regions if one.state != "failed"}
+
+    @property
     def compiled_beside_regions(self) -> list[Strategy]:
         """Strategies of which something runs compiled that is neither a region nor a captured step."""
         return [strategy for strategy in self.strategies if strategy.is_compiled(self)]

@@ -16,7 +16,8 @@ import contextlib
 import itertools
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -39,6 +40,9 @@ from strategies.torch_patches import allow
 
 MAX_CHECKED = 8
 """Signatures of one kind of region that are checked at their first call; further ones by audits."""
+
+MAX_RECOMPILED = 16
+"""Calls of one region, with arguments of the same shapes, that may compile it anew: who goes on never settles."""
 
 
 class State(StrEnum):
@@ -75,8 +79,6 @@ class Proof:
     """Whether the last look found eager's results: proven from the next step on."""
     proven: bool = False
     """Whether its calls run compiled."""
-    refused: bool = False
-    """Whether its calls run eager for good, and those of others compiled."""
     suspected: list[Difference] = field(default_factory=list)
     """Differences of the last look, which count once they show again."""
     suspect: Region | None = None
@@ -91,6 +93,8 @@ class Proof:
     """Whether that does not wait until there is time: code was compiled for it since."""
     turn: int = 0
     """Which caller's: audits go from one to the next."""
+    recompiled: Counter[str] = field(default_factory=Counter)
+    """By path of the caller, its calls that compiled something."""
     reached: list[frozenset[str]] | None = None
     """For each tensor among the outputs, the parameters that its gradient reaches; None = all reach all. An encoder's
     blocks and a decoder's are of one kind, and reach others."""
@@ -127,6 +131,12 @@ class Kind:
         """What the compiler raised."""
         self.differs: list[Difference] = []
         """What is not eager's, where that is the reason."""
+        self.eager_evaluations = ""
+        """Why its calls in evaluations run eager for good, and those of the training compiled."""
+        self.evaluations_differ: list[Difference] = []
+        """What is not eager's in them, where that is the reason."""
+        self.evaluations_trusted = False
+        """Whether some of them ran compiled before."""
         self.changed: list[Changed] = []
         """What its forward changes elsewhere, as Dynamo has seen it."""
         self.left_alone: set[str] = set()
@@ -190,6 +200,18 @@ class Kind:
         if self.failure is None:
             self.failure, self.error, self.differs = reason, error, list(differs)
 
+    def run_evaluations_eager(self, reason: str, *, differs: Iterable[Difference] = (), trusted: bool = False) -> None:
+        """From its next call on: what an evaluation returns trains nothing, and what trains is checked by itself."""
+        if not self.eager_evaluations:
+            self.eager_evaluations, self.evaluations_differ, self.evaluations_trusted = reason, list(differs), trusted
+
+    @property
+    def evaluations_line(self) -> str:
+        """The same for the user; empty where evaluations run compiled."""
+        if not self.eager_evaluations:
+            return ""
+        return f"{self.name}: {paths_in_words(self.regions)} eager in evaluations: {self.eager_evaluations}"
+
     def apply_remedy(self) -> None:
         """Where its first check has failed and something is known to help: compile with that, and check anew."""
         if not (self.differs or self.error) or self.is_proven:
@@ -220,6 +242,13 @@ class Kind:
         return self.error is None and inductor and (remedy.device is None or remedy.device in on)
 
 
+def paths_in_words(regions: Sequence[Region]) -> str:
+    """Who runs: the first paths, the number of others, and the verb."""
+    named = ", ".join(one.path for one in regions[:3])
+    more = f" and {len(regions) - 3} more" if len(regions) > 3 else ""
+    return f"{named}{more} {'runs' if len(regions) == 1 else 'run'}"
+
+
 @dataclass(slots=True)
 class Checking:
     """How regions are checked; one object for all regions of a program."""
@@ -236,8 +265,6 @@ class Checking:
     """Whether there is time for an audit that nothing is lost without."""
     derives: bool = False
     """Whether forwards take gradients by their arguments (``second_order``); a region's first call shows by which."""
-    note: Callable[[str], Any] = lambda line: None
-    """Called with a line for the user."""
     one_kind_a_step: bool = False
     """Whether a step compiles, and checks, one kind that is new at most: a shorter wait, and a later start."""
     checked: Kind | None = None
@@ -346,6 +373,11 @@ class Region(StandIn):
         """Whether it was called in the step under way, in force, and ran eager."""
         return self._eager_in_step
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether a call now trains nothing; an evaluation of what takes a gradient itself records gradients, too."""
+        return not torch.is_grad_enabled() or (self._checking.derives and not self.module.training)
+
     # ---- the state -------------------------------------------------------------------------------------------------
 
     def set_state(self, state: State, reason: str = "", *, active: bool | None = None) -> None:
@@ -397,6 +429,9 @@ class Region(StandIn):
         if self._eager_in_step or (kind.failure is not None and not self._compiled_in_step):
             self._eager_in_step = True
             return self._eager(args, kwargs)
+        if kind.eager_evaluations and self.is_evaluated and not self._compiled_in_step:
+            self._eager_in_step = True
+            return self._eager(args, kwargs)
         if self._checking.derives and self._derived is None:
             self._eager_in_step = True
             return self._seen_deriving(args, kwargs)
@@ -408,9 +443,6 @@ class Region(StandIn):
         if proof is None:
             proof = kind.proofs[key] = Proof(with_gradients=torch.is_grad_enabled())
             proof.proven = not checks or len(kind.proofs) > MAX_CHECKED
-        if proof.refused:
-            self._eager_in_step = True
-            return self._eager(args, kwargs)
         if self not in proof.callers:
             proof.callers.append(self)
         checking = self._checking
@@ -484,6 +516,7 @@ class Region(StandIn):
             checking.audited = True
         else:
             checking.checked = kind
+        graphs = counters["stats"]["unique_graphs"]
         self._inside = True
         try:
             outcome = check_call(
@@ -505,6 +538,7 @@ class Region(StandIn):
             return
         finally:
             self._inside = False
+        self._note_compiled(proof, graphs)
         again, wrong = bool(proof.suspected), outcome.wrong
         proof.looks += not outcome.unseen
         if outcome.unseen:  # this call shows whether the next one can be checked
@@ -516,7 +550,11 @@ class Region(StandIn):
             # Proven, or eager: what cannot be looked at is not taken for granted.
             kind.fail(cannot_check(outcome.skipped))
         elif wrong and again:
-            kind.fail(f"it is not eager's: {'; '.join(map(str, wrong[:2]))}", differs=wrong)
+            reason = f"it is not eager's: {'; '.join(map(str, wrong[:2]))}"
+            if self.is_evaluated:
+                kind.run_evaluations_eager(reason, differs=wrong, trusted=audit)
+            else:
+                kind.fail(reason, differs=wrong)
         elif wrong:
             proof.suspected, proof.suspect, proof.suspected_at = wrong, self, proof.looks
             proof.proven = proof.clean = False
@@ -534,9 +572,8 @@ class Region(StandIn):
     def _refuse(self, proof: Proof, error: Exception) -> None:
         """Calls like this one do not compile, and so none of the kind run compiled; but an evaluation of what takes a
         gradient itself runs eager alone: it frees the graph of what it returns, which no compiled code does."""
-        if self._checking.derives and not self.module.training and self.of.is_proven:
-            proof.refused = True
-            self._checking.note(f"{self.path} runs eager in evaluations: {one_line(error)}")
+        if self._checking.derives and self.is_evaluated and self.of.is_proven:
+            self.of.run_evaluations_eager(one_line(error))
         else:
             self.of.fail(one_line(error), error)
 
@@ -558,12 +595,21 @@ class Region(StandIn):
             self._refuse(proof, error)
             return result
         self._compiled_in_step = True
-        if counters["stats"]["unique_graphs"] != graphs and self._checking.mode != "off":
+        if self._note_compiled(proof, graphs) and self._checking.mode != "off":
             proof.due = proof.must = True
             proof.turn = proof.callers.index(self)
         if torch.is_grad_enabled():
             self._watch_backward(proof, result, args, kwargs)
         return result
+
+    def _note_compiled(self, proof: Proof, graphs: int) -> bool:
+        """Whether there are more graphs than ``graphs``; code that is compiled again and again runs eager."""
+        if counters["stats"]["unique_graphs"] == graphs:
+            return False
+        proof.recompiled[self.path] += 1
+        if proof.recompiled[self.path] > MAX_RECOMPILED:
+            self.of.fail(NEVER_SETTLES)
+        return True
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.module._call_impl(*args, **kwargs)
@@ -781,6 +827,10 @@ def cannot_check(reason: str) -> str:
 
 
 SHARDED = "its parameters are sharded over a mesh of processes: it is compiled unchecked"
+NEVER_SETTLES = (
+    f"{MAX_RECOMPILED + 1} calls with arguments of the same shapes compiled it anew: a value that it reads in Python "
+    "is another one each time; make it a tensor, or compile the parts that do not read it"
+)
 DOUBLE_BACKWARD = REPLACED["does not currently support double backward"]
 
 

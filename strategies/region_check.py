@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from strategies.compile_errors import is_compile_error, is_out_of_memory
 from strategies.inductor_random import InductorDraws
 from strategies.region_state import Changed, Large, RegionState, drew_random_numbers, random_state
-from strategies.tolerance import CONSTANTS, SINGLE, UNCALIBRATED, Difference, Tensors, compare, exceeding
+from strategies.tolerance import CONSTANTS, SINGLE, UNCALIBRATED, Difference, Tensors, Unlowered, compare, exceeding
 from strategies.torch_patches import refused_elsewhere, without_inductors_graphs
 
 SEED = 2**31 - 1
@@ -490,11 +490,12 @@ class _Runs:
         lowered = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
         low = any(one.dtype in (torch.bfloat16, torch.float16) for one in self.module.parameters())
         dtype = torch.float32 if lowered or low else torch.float64
+        unlowered = Unlowered(dtype)
         try:
-            with self.altering(), _in_precision(self.module, dtype), _without_autocast():
+            with self.altering(), _in_precision(self.module, dtype), _without_autocast(), unlowered:
                 return self.run(self.eager, dtype=dtype, draws=draws), "exact"
         except Exception:  # a kernel for one precision alone, or too little memory
-            return self.rounded(unit, drawn)
+            return self.rounded(max(unit, unlowered.unit), drawn)
 
     def rounded(
         self,

@@ -38,7 +38,6 @@ class SecondOrder(ModuleOptions):
         from strategies.regions import callable_paths, compile_children, compile_method, compile_regions
 
         program.settings["trace_autograd_ops"] = program.checking.derives = True
-        program.checking.note = program.notes.append
         for path in self.functions:
             compile_method(program, path, self)
         modules = [] if self.functions else callable_paths(program.module, program.whole)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 Tensors = Mapping[str, Tensor]
 
@@ -57,6 +59,31 @@ class Difference:
 def exceeding(differences: Iterable[Difference]) -> list[Difference]:
     """Those that count, the largest first."""
     return sorted((one for one in differences if one.share > 1), key=lambda one: -one.share)
+
+
+class Unlowered(TorchFunctionMode):
+    """Inside, numbers of ``dtype`` stay so. Who casts to a lower precision himself (Muon, a block in a model of single
+    precision) makes no more exact run otherwise: compiled code may keep more digits than such a cast leaves, and is
+    then as far from eager as eager from the exact one."""
+
+    casts = (Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16)
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.unit = 0.0
+        """Rounding of the lowest precision that was asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        if func not in self.casts or args[0].dtype != self.dtype or not isinstance(result, Tensor):
+            return result
+        if not result.is_floating_point() or torch.finfo(result.dtype).eps <= torch.finfo(self.dtype).eps:
+            return result
+        self.unit = max(self.unit, torch.finfo(result.dtype).eps / 2)
+        return args[0].to(result.device, copy=True)
 
 
 def rounding_unit(precision: str, device: torch.device, module: nn.Module) -> float:

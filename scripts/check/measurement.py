@@ -174,6 +174,7 @@ def _ended(record: RunRecord) -> str:
 
 def _not_clean(record: RunRecord) -> dict[str, str]:
     found = {f"{path} runs eager": reason for path, reason in record.eager_parts.items()}
+    found |= {f"{path} runs eager in evaluations": reason for path, reason in record.eager_evaluations.items()}
     for what, facts in record.report.items():
         parity = facts if what == "parity" else facts.get("parity")
         if isinstance(parity, dict) and parity.get("verdict") in NOT_CLEAN:

@@ -22,10 +22,10 @@ from torch._dynamo.utils import counters
 
 from strategies.base import has_another_step
 from strategies.compile_errors import CannotCapture, is_compile_error, one_line
-from strategies.optimizer.update_check import NO_MEMORY, Unlowered, fits_memory, in_float64
+from strategies.optimizer.update_check import NO_MEMORY, fits_memory, in_float64
 from strategies.region import Check, Checking, State
 from strategies.region_check import Outcome
-from strategies.tolerance import MULTIPLES, Difference, compare, exceeding
+from strategies.tolerance import MULTIPLES, Difference, Unlowered, compare, exceeding
 
 NOT_COUNTING = (torch.optim.SGD, torch.optim.Muon)
 """Torch's optimizers whose steps are all alike."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from strategies.device_memory import free_bytes
 from strategies.optimizer.calls import FORMS, Call, Lists, Reader
@@ -131,23 +130,6 @@ def _stepped(before: Lists, kept: list[int], call: Call, reader: Reader, roundin
     options |= {name: options[name] * (1 - rounding) for name in ("beta1", "beta2") if name in options}
     reader.function(*lists, **options, **{name: False for name in FORMS if name in reader.arguments})
     return lists
-
-
-class Unlowered(TorchFunctionMode):
-    """Inside, numbers in double precision stay so: Muon casts to bfloat16, and what it makes of that is no exact step.
-
-    Compiled code may keep more digits than such a cast leaves, and is then as far from eager as eager from this.
-    """
-
-    casts = (Tensor.to, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **kwargs or {})
-        lowers = func in self.casts and args[0].dtype == torch.float64 and isinstance(result, Tensor)
-        lowers = lowers and result.is_floating_point() and result.dtype != torch.float64
-        return args[0].to(result.device, copy=True) if lowers else result
 
 
 def in_float64(tensor: Tensor | None) -> Tensor | None:

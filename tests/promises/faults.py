@@ -442,6 +442,8 @@ def missed(fault: Planted, outcome: Outcome) -> str | None:
         return f"found at step {step} of {fault.steps}, it begins at {fault.begins} and was to be found by {fault.by}"
     if step < fault.begins:
         return f"FALSE ALARM at step {step}, it begins at {fault.begins}"
+    if fault.validates and (outcome.record.eager_parts or not outcome.record.eager_evaluations):
+        return f"found at step {step}, and what trains ran eager: {outcome.record.eager_parts}"
     if fault.begins == 1 and fault.kind in ("forward", "gradient", "buffer", "optimizer", "random"):
         expected = _healthy(fault, bf16=outcome.trainer.precision != "32-true")
         if (distance := apart(outcome.losses, expected)) > 1e-5:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from crucible import RunRecord
 
-from tests.promises.faults import CATALOGUE, missed, plant
+from tests.promises.faults import CATALOGUE, Planted, missed, plant
 from tests.sweep import some
 from trainer.guards import ParityError
 
@@ -44,17 +44,18 @@ def test_a_fault_is_found_in_time(name: str) -> None:
     assert missed(BY_NAME[name], outcome) is None
     if name in SAID:
         assert outcome.record is not None
-        it_is_named(outcome.record, SAID[name], begins=BY_NAME[name].begins)
+        it_is_named(outcome.record, SAID[name], BY_NAME[name])
 
 
-def it_is_named(record: RunRecord, said: str, *, begins: int) -> None:
-    assert said in " ".join(record.eager_parts.values())
-    assert list(record.eager_parts) == ["layers.0", "layers.1"]
-    if begins > 1:
+def it_is_named(record: RunRecord, said: str, fault: Planted) -> None:
+    eager = record.eager_evaluations if fault.kind == "evaluation" else record.eager_parts
+    assert said in " ".join(eager.values())
+    assert list(eager) == ["layers.0", "layers.1"]
+    if fault.begins > 1:
         assert record.audits is not None
         assert record.audits.verdict == "went eager"
         assert record.audits.last_clean_step is not None
-        assert record.audits.last_clean_step < begins
+        assert record.audits.last_clean_step < fault.begins
         assert "checkpoint" in (record.audits.reason or "")
     else:
         assert record.report["parity"]["verdict"] == "failed"

@@ -240,6 +240,33 @@ def test_arguments_that_share_memory_share_it_in_a_check(shared: bool) -> None:
     assert not check_call(module, module.forward, (text(), left, right), {}).wrong
 
 
+class CastsItself(nn.Module):
+    """In bfloat16 within a model of single precision; ``alone``: by a kernel that takes no other numbers."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.linear, self.alone = nn.Linear(64, 64), alone
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        hidden = self.linear(x_BSD).bfloat16()
+        assert not self.alone or hidden.dtype == torch.bfloat16
+        return x_BSD + ((hidden * 1.1 + 0.3).tanh() * hidden.sigmoid()).float()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_a_region_that_lowers_its_precision_itself_may_be_computed_with_more_digits(factor: float, alone: bool) -> None:
+    module = CastsItself(alone)
+
+    def fused(x_BSD: Tensor) -> Tensor:  # as Inductor does: casts between operations are left out
+        hidden = module.linear(x_BSD).bfloat16().float()
+        return x_BSD + ((hidden * 1.1 + 0.3).tanh() * hidden.sigmoid()).bfloat16().float() * factor
+
+    outcome = check_call(module, fused, (text(),), {})
+    assert outcome.how == ("rounding" if alone else "exact")
+    assert bool(outcome.wrong) == (factor > 1)
+
+
 @pytest.mark.slow
 def test_beside_dropout_a_small_fault_is_found_once_masks_have_agreed() -> None:
     module, x = Attention(dropout=0.3), text()

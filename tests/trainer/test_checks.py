@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from strategies import Regional, Strategy
+from strategies import Regional, Strategy, Whole
 from tests.strategies import backends
 from tests.strategies.backends import Fault
 from tests.trainer.conftest import FLOOR
@@ -180,10 +180,47 @@ class InEvaluation(L.Callback):
         Fault.forward = 1.0
 
 
-@pytest.mark.parametrize("first", [1, 6])
-def test_an_evaluation_that_is_not_eagers_is_found(first: int, tmp_path: Path) -> None:
-    _, record = trained(
-        tmp_path, InEvaluation(first), module=Validated(), steps=16,
-        trainer={"val_check_interval": 1, "num_sanity_val_steps": 0},
+def evaluated(folder: Path, first: int, **options: Any) -> tuple[list[float], RunRecord]:
+    return trained(
+        folder, InEvaluation(first), module=Validated(), steps=16,
+        trainer={"val_check_interval": 1, "num_sanity_val_steps": 0}, **options,
     )  # fmt: skip
-    assert list(record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize("first", [1, 6])
+def test_evaluations_that_are_not_eagers_run_eager_and_the_training_compiled(first: int, tmp_path: Path) -> None:
+    _, record = evaluated(tmp_path, first)
+    assert record.eager_parts == {}
+    assert record.regions_compiled == 3
+    assert list(record.eager_evaluations) == ["layers.0", "layers.1", "layers.2"]
+    assert record.report["parity"]["verdict"] == "failed"
+    assert "layers.2 run eager in evaluations: it is not eager's: output" in record.report["parity"]["reason"]
+    assert record.audits is not None
+    assert record.audits.verdict == ("clean" if first == 1 else "went eager")
+    assert [event.kind for event in record.events if "in evaluations" in event.reason] == ["fallback"]
+
+
+def test_on_difference_fail_ends_the_run_at_an_evaluation(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match=r"^on_difference=\"fail\": Block: layers\.0.* eager in evaluations: "):
+        evaluated(tmp_path, 1, on_difference="fail")
+
+
+def test_padding_that_a_transformers_fast_path_leaves_at_zero_costs_evaluations_alone(tmp_path: Path) -> None:
+    class Padded(Validated):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+            self.net = torch.nn.TransformerEncoder(layer, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x_BTD, padding_BT = batch[0].view(2, 2, 8), torch.tensor([[False, False], [False, True]])
+            loss: Tensor = self.net(x_BTD, src_key_padding_mask=padding_BT).square().mean()
+            return loss
+
+        validation_step = training_step
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    _, record = trained(tmp_path, module=Padded(), strategies=[Whole(backend="aot_eager")], whole=["net"])
+    assert (record.regions_compiled, record.eager_parts, list(record.eager_evaluations)) == (1, {}, ["net"])

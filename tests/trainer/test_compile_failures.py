@@ -3,14 +3,16 @@ line, in the record too."""
 
 from __future__ import annotations
 
+import copy
 import io
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies import STRATEGIES, Regional, Whole
 from strategies.compile_errors import one_line
@@ -94,6 +96,39 @@ def test_else_the_run_finishes_and_is_noted_as_eager(steps: int, said_after: int
         fit(NeverCalled(), tmp_path, [compile_], max_steps=steps)
     assert (compile_.record.regions_compiled, compile_.record.ended_in_eager) == (0, True)
     assert list(compile_.record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
+
+
+class GoesAround(nn.Linear):
+    """Its class has a call of its own, as each module of GPyTorch's has."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self.forward(*args)
+
+
+def test_a_class_with_a_call_of_its_own_is_named_as_the_reason(tmp_path: Path) -> None:
+    module, compile_ = Blocks(), Compile([Whole(backend="aot_eager")], whole=["head"])
+    module.head = GoesAround(8, 1)
+    with pytest.warns(UserWarning, match="head: never called by torch's own call: its class has a __call__"):
+        fit(module, tmp_path, [compile_])
+    assert list(compile_.record.eager_parts) == ["head"]
+
+
+class Averaged(Blocks):
+    """A frozen copy of the blocks that waits for an evaluation, as timm's ``ModelEmaV3`` makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.layers).requires_grad_(False)
+
+
+def test_averaged_weights_that_no_step_calls_are_no_alarm(tmp_path: Path) -> None:
+    compile_ = Compile([Regional(backend="aot_eager", blocks=["layers", "average"])])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*never called")
+        fit(Averaged(), tmp_path, [compile_], max_steps=12)
+    record = compile_.record
+    assert (record.regions, record.regions_compiled, record.eager_parts) == (3, 3, {})
+    assert any("average.2: was never called, and holds nothing that is trained" in note for note in record.notes)
 
 
 class JoinsLater(NeverCalled):

@@ -117,6 +117,25 @@ def test_a_counter_in_a_block_runs_eager_from_the_limit_on_and_is_named(
     assert any("self.steps" in note for note in record.notes)
 
 
+@pytest.mark.parametrize("parity", ["on", "off"])
+def test_a_block_that_each_call_compiles_anew_runs_eager_long_before_the_limit(
+    parity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.region.MAX_RECOMPILED", 3)
+    eager = fit(CountingBlocks(), tmp_path, [], max_steps=10)
+    compile_ = Compile([Regional(backend="aot_eager")], parity=parity)
+    with pytest.warns(UserWarning, match=r"layers\.2 run eager from step .* compiled it anew: .*last: .*self\.steps"):
+        assert fit(CountingBlocks(), tmp_path, [compile_], max_steps=10) == pytest.approx(eager, rel=FLOOR)
+    assert (compile_.record.ended_in_eager, compile_.record.recompiles) == (True, 3)
+
+
+def test_graphs_of_several_blocks_are_none_of_one_block_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.region.MAX_RECOMPILED", 3)
+    compile_ = Compile([Regional(backend="aot_eager")])
+    fit(NumberedBlocks(), tmp_path, [compile_])
+    assert (compile_.record.eager_parts, compile_.record.regions_compiled) == ({}, 6)
+
+
 def test_the_limit_within_a_region_whose_own_frame_is_left_out_is_that_regions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

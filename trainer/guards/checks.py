@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
 from strategies import Program
 from strategies.compile_errors import is_recompile_limit
 from strategies.loop_protocol import Loop, StepHook, gathered
 from strategies.optimizer.step import installed
-from strategies.region import Check, Kind, Region, is_ancestor, submodules
+from strategies.region import NEVER_SETTLES, Check, Kind, Region, is_ancestor, paths_in_words, submodules
 from strategies.tolerance import Difference
 from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
@@ -41,6 +42,8 @@ FIRST_STEPS = 3
 CHANCES = 10
 """Optimizer steps within which a region has to be called: what joins later is no mistake."""
 NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
+WAITING = "was never called, and holds nothing that is trained"
+OWN_CALL = "never called by torch's own call: its class has a __call__ that goes around it, and stays eager"
 CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
 CALLED_IN_VAIN = "called, and nothing in it was compiled"
 JOINED = "was added to the module while it trained and runs eager: what is compiled is chosen before"
@@ -71,6 +74,8 @@ class Checks(StepHook):
         self._round: deque[Any] = deque()
         self._asked_at = self._round_at = 0
         self._reported: set[str] = set()
+        self._evaluations_fell: list[Kind] = []
+        """Kinds of which evaluations run eager now."""
         self._fell: list[Update] = []
         """Optimizers whose steps run eager now."""
         self._peak, self._checked, self._repetitions = 0, False, 0
@@ -168,6 +173,10 @@ class Checks(StepHook):
                         kind.failure = None  # torch's error does not name the guard
                     kind.fail(_beyond_limit(guard), kind.error)
         kinds, updates = list(program.kinds.values()), self._updates()
+        for kind in kinds:
+            if kind.failure == NEVER_SETTLES:
+                recompiles = [one.reason for one in telemetry.compiler.events if one.kind == "recompile"]
+                kind.failure = _with_guard(NEVER_SETTLES, recompiles[-1] if recompiles else "")
         if agreeing:
             self._take_from_others(kinds, updates)
         compiled = False
@@ -181,6 +190,10 @@ class Checks(StepHook):
                 self._fell_back(kind, new)
             elif kind.remedies and new:
                 self._healed(kind)
+            if kind.eager_evaluations and kind.failure is None and kind not in self._evaluations_fell:
+                self._evaluations_fell.append(kind)
+                self._news = True
+                self._evaluations_fell_back(kind)
         for update in updates:
             if update.reason and update not in self._fell:
                 self._fell.append(update)
@@ -205,14 +218,21 @@ class Checks(StepHook):
         """What runs eager on one process does so on all, for the same reason, and is as good as the worst says."""
         own = [(place, one.failure, one.differs) for place, one in enumerate(kinds) if one.failure]
         own_steps = [(place, one.reason, one.differs) for place, one in enumerate(updates) if one.reason]
-        every = gathered((own, own_steps, self.facts.last_clean_step))
-        for theirs, their_steps, _ in every:
+        own_evaluations = [
+            (place, one.eager_evaluations, one.evaluations_differ, one.evaluations_trusted)
+            for place, one in enumerate(kinds)
+            if one.eager_evaluations
+        ]
+        every = gathered((own, own_steps, own_evaluations, self.facts.last_clean_step))
+        for theirs, their_steps, their_evaluations, _ in every:
             for place, reason, differs in theirs:
                 kinds[place].fail(f"on another process: {reason}", differs=differs)
             for place, reason, differs in their_steps:
                 updates[place].fail(f"on another process: {reason}", differs=differs)
+            for place, reason, differs, trusted in their_evaluations:
+                kinds[place].run_evaluations_eager(f"on another process: {reason}", differs=differs, trusted=trusted)
         if any(one.differs for one in kinds) or any(one.differs for one in updates):
-            clean = [one for _, _, one in every if one is not None]
+            clean = [one for *_, one in every if one is not None]
             self.facts.last_clean_step = min(clean) if len(clean) == len(every) else None
 
     def _tell_others(self) -> None:
@@ -223,9 +243,7 @@ class Checks(StepHook):
                 self._event(f"{name} runs eager: {reason}")
 
     def _fell_back(self, kind: Kind, regions: list[Region]) -> None:
-        paths = [one.path for one in regions]
-        runs = "runs" if len(paths) == 1 else "run"
-        line = f"{kind.name}: {first_few(paths)} {runs} eager from step {self._loop.steps_done + 1} on: {kind.failure}"
+        line = f"{kind.name}: {paths_in_words(regions)} eager from step {self._loop.steps_done + 1} on: {kind.failure}"
         if kind.remedies:
             line = f"{line}; compiled with {', '.join(one.name for one in kind.remedies)}, too"
         if kind.differs:
@@ -235,7 +253,20 @@ class Checks(StepHook):
         self.warn(line)
         self._event(line)
         done = self._program.report.setdefault("rollback", {"rolled_back": []})["rolled_back"]
-        done.append({"parts": paths, "reason": kind.failure, "step": self._loop.steps_done})
+        done.append({"parts": [one.path for one in regions], "reason": kind.failure, "step": self._loop.steps_done})
+
+    def _evaluations_fell_back(self, kind: Kind) -> None:
+        """What trains is checked by itself, and goes on compiled."""
+        line = kind.evaluations_line
+        if kind.evaluations_trusted:
+            line = f"{line}; figures of earlier evaluations may be wrong by it, weights are not"
+            self.facts.verdict, self.facts.reason = "went eager", line
+        if kind.evaluations_differ and self._guarding.on_difference == "fail":
+            self._write_parity()
+            raise ParityError(as_typed(f"on_difference=fail: {line}", self._record.script))
+        if line not in self._program.notes:  # of an evaluation before the training
+            self.warn(line)
+        self._event(line)
 
     def _healed(self, kind: Kind) -> None:
         line = f"{kind.name}: {kind.first_failure}; compiled with {kind.remedies[-1]} it passes, from step"
@@ -366,6 +397,7 @@ class Checks(StepHook):
         checks, kinds = self._first, list(self._program.kinds.values())
         compared = [one for one in checks if one.outcome.how]
         different = [str(kind.failure) for kind in kinds if kind.differs]
+        different += [kind.evaluations_line for kind in kinds if kind.evaluations_differ]
         different += [update.reason for update in self._fell if update.differs]
         facts: dict[str, Any] = {"mode": self._guarding.parity, "checks": len(compared)}
         if not self._compares:
@@ -408,7 +440,7 @@ class Checks(StepHook):
     def _verify(self, *, last: bool) -> None:
         """Say, once that is certain, which regions compiled nothing."""
         missing = self._not_compiled()
-        nothing = bool(missing) and len(missing) == len(self._program.regions)
+        nothing = bool(missing) and all(one.path in missing or _is_waiting_copy(one) for one in self._program.regions)
         if self._loop.all_ranks(nothing and last) and self._guarding.on_compile_error == "fail":
             raise CompiledNothing(
                 as_typed(
@@ -427,11 +459,14 @@ class Checks(StepHook):
             one.path: one.reason if one.state == "failed" else _why_not_called(one) or CALLED_IN_VAIN
             for one in program.regions
             if one.state == "failed"
-            or not one.called
-            or not compiler.compiled(one.module, held=one.has_code, splits=not one.arguments.get("fullgraph"))
+            or not (one.called or _is_waiting_copy(one))
+            or (
+                one.called
+                and not compiler.compiled(one.module, held=one.has_code, splits=not one.arguments.get("fullgraph"))
+            )
         }
         if self._record.regions is not None:
-            done = len(program.regions) - len(missing)
+            done = len(program.regions) - len(missing) - sum(map(_is_waiting_copy, program.regions))
             self._record.regions_compiled = max(self._record.regions_compiled or 0, done)
         return missing
 
@@ -456,11 +491,24 @@ class Checks(StepHook):
             if not any(is_ancestor(one.path, path) and one.state == "failed" for one in self._program.regions):
                 self._program.given_up[path] = reason
         self._warn_missing(missing)
+        if waiting := [one.path for one in self._program.regions if _is_waiting_copy(one)]:
+            self._program.notes.append(f"{self._record.label}: {', '.join(waiting)}: {WAITING}")
+            self._record.regions = len(self._program.regions) - len(waiting)
         self._write_parity()
 
 
+def _is_waiting_copy(region: Region) -> bool:
+    """Whether nobody has called it, and nothing of it is trained: averaged weights that wait for an evaluation."""
+    weights = [] if region.called or region.state == "failed" else list(region.module.parameters())
+    return bool(weights) and not any(one.requires_grad for one in weights)
+
+
 def _why_not_called(region: Region) -> str | None:
-    return None if region.called else CALLED_BESIDE if region.called_beside_a_step else NEVER_CALLED
+    if region.called:
+        return None
+    if region.called_beside_a_step:
+        return CALLED_BESIDE
+    return NEVER_CALLED if type(region.module).__call__ is nn.Module.__call__ else OWN_CALL
 
 
 def _by_reason(missing: dict[str, str]) -> str:
@@ -471,5 +519,9 @@ def _by_reason(missing: dict[str, str]) -> str:
 def _beyond_limit(recompile_reason: str) -> str:
     """Why code may not be compiled once more, with the guard that failed last."""
     line = "one piece of its code was compiled as often as torch._dynamo.config.recompile_limit allows"
+    return _with_guard(line, recompile_reason)
+
+
+def _with_guard(line: str, recompile_reason: str) -> str:
     guard = " ".join(recompile_reason.strip().partition("\n")[0].split())
     return f"{line}; the guard that failed last: {guard}" if guard else line

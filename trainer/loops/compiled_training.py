@@ -451,6 +451,8 @@ class CompiledTraining:
                 if kind.update_states() and kind.failure is not None:
                     line = f"{kind.name} runs eager: {kind.failure}"
                     rank_zero_warn(self._words(line))
+                if (line := kind.evaluations_line) and line not in self.program.notes:
+                    self.program.notes.append(line)
         if hooks.recompiles is not None:
             hooks.recompiles.after_evaluation()
 

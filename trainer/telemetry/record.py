@@ -322,6 +322,8 @@ class RunRecord(CompilerFigures, Rates, Peak):
     """Whether nothing that was to be compiled or captured was so in the end; None where nothing was to be compiled."""
     eager_parts: dict[str, str] = field(default_factory=dict)
     """What was to be compiled and ran eager in the end (path of a region, or ``optimizer``), with the reason."""
+    eager_evaluations: dict[str, str] = field(default_factory=dict)
+    """Regions that trained compiled and ran eager in evaluations, by path, with the reason."""
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each strategy found and did, by its name: bucket edges, graphs captured, artifacts loaded."""
     audits: AuditFacts | None = None

@@ -24,7 +24,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud8
 """Control characters (C0 and C1, of which escape sequences are made), those that turn the direction of text around
 (https://trojansource.codes), line separators, and halves of characters that no output can encode."""
 _hints = functools.cache(get_type_hints)
-TEXTS = frozenset({"reason", "notes", "eager_parts", "report", "events"})
+TEXTS = frozenset({"reason", "notes", "eager_parts", "eager_evaluations", "report", "events"})
 """Keys below which a text may have several lines; elsewhere a line break would forge lines of its own."""
 
 

@@ -297,6 +297,7 @@ class Telemetry:
                 program.report["profile"] = profile
             record.report = program.report
             record.eager_parts = dict(program.eager_parts)
+            record.eager_evaluations = program.eager_evaluations
             record.ended_in_eager = program.ended_in_eager
             # What was tried for a choice and not taken was compiled as well.
             compiles = bool(program.strategies) or "auto" in program.report
