@@ -25,7 +25,6 @@ from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
-from trainer.telemetry.serialization import first_few
 from trainer.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
