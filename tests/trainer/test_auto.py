@@ -58,6 +58,7 @@ def test_the_faster_candidate_takes_over_and_what_loses_steps_back(
     assert table["regional"]["step_seconds"] == pytest.approx(0.7)
     assert [strategy["name"] for strategy in record.chosen_strategies] == ["regional"]
     assert (record.regions, record.regions_compiled) == (3, 3)
+    assert record.report["parity"]["verdict"] == "passed", "what was tried, left and taken again was checked at first"
     assert record.report["auto"]["summary"].startswith("auto: regional from step ")
     assert any(note.startswith("auto tried ") and "stays" in note for note in record.notes)
     fixed = []

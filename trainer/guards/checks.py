@@ -84,7 +84,8 @@ class Checks(StepHook):
         self._saved, self._last_round = False, True
         self._forget = loop.around_save(self._note_checkpoint)
         self.facts = AuditFacts(verdict="not audited", reason=NOT_AUDITED if self._compares else SHARDED)
-        self._first: list[Check] = []
+        self.first: list[Check] = []
+        """The first ones of all kinds; those of an arm of ``auto`` that trained before come with what it compiled."""
         self._news = True
         """Whether the record's facts on the first checks are not what was found since."""
         self._copies, self._peak_without = 0, 0
@@ -338,7 +339,7 @@ class Checks(StepHook):
             return
         if not check.audit:
             self._telemetry.disturb()
-            self._first.append(check)
+            self.first.append(check)
             self._news = True
             return
         facts, step = self.facts, self._loop.steps_done + self._in_step
@@ -393,7 +394,7 @@ class Checks(StepHook):
         """The first checks of all kinds, for the record."""
         if self._guarding.parity == "off" or not any(one.compiles for one in self._program.strategies):
             return
-        checks, kinds = self._first, list(self._program.kinds.values())
+        checks, kinds = self.first, list(self._program.kinds.values())
         compared = [one for one in checks if one.outcome.how]
         different = [str(kind.failure) for kind in kinds if kind.differs]
         different += [kind.evaluations_line for kind in kinds if kind.evaluations_differ]

@@ -41,7 +41,7 @@ from trainer.telemetry.tensorboard import TensorBoardPages
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.step_capture import StepCapture
-    from strategies.region import Kind, Region
+    from strategies.region import Check, Kind, Region
     from trainer.auto.chooser import Chooser
     from trainer.guards.checks import Checks
     from trainer.guards.first_calls import FirstCalls
@@ -80,7 +80,7 @@ class Session:
         self._around: list[StepHook] = []
         self._give_back: Callable[[], None] = lambda: None
         """Gives the loop its own steps back."""
-        self.set_aside: dict[int, tuple[list[Region], dict[Any, Kind]]] = {}
+        self.set_aside: dict[int, tuple[list[Region], dict[Any, Kind], list[Check]]] = {}
         """What strategies have compiled that a chooser tried, by their identity."""
 
     def put_around(self, hooks: Hooks) -> None:
@@ -325,8 +325,9 @@ class CompiledTraining:
         if self.strategies and not loop.manual:
             session.take_steps()
 
-    def _hooks(self, session: Session, chooser: Chooser | None) -> Hooks:
-        """What stands around a step; nothing where there is nothing to guard."""
+    def _hooks(self, session: Session, chooser: Chooser | None, checked: Sequence[Check] = ()) -> Hooks:
+        """What stands around a step; nothing where there is nothing to guard. ``checked``: first checks of what is
+        compiled already."""
         if not self.strategies:
             return Hooks()
         from trainer.guards.checks import Checks
@@ -342,6 +343,7 @@ class CompiledTraining:
             hooks.capture = StepCapture(loop, program, program.step, parity=guarding.parity)
         program.checking.one_kind_a_step = chooser is not None
         hooks.checks = Checks(guarding, loop, program, self.telemetry, self.record, hooks.capture)
+        hooks.checks.first += checked
         asked = guarding.parity != "off" or guarding.on_slower == "eager"
         timed = asked and chooser is None
         hooks.timing = Timing(loop, program, self.telemetry, self._found_slower, hooks.capture, wanted=timed)
@@ -357,6 +359,9 @@ class CompiledTraining:
         session = self.session
         assert session is not None
         program, loop, chooser = session.program, session.loop, session.hooks.chooser
+        checks = session.hooks.checks
+        assert checks is not None
+        checked: list[Check] = []
         self.telemetry.restart()
         for hook in session.hooks.in_order():
             if hook is not chooser:
@@ -365,7 +370,7 @@ class CompiledTraining:
         program.activate(False)
         for strategy in program.strategies:
             if strategy.stage is Stage.MODULE and strategy.chooser is None:
-                session.set_aside[id(strategy)] = program.regions[:], program.kinds
+                session.set_aside[id(strategy)] = program.regions[:], program.kinds, checks.first
         program.regions, program.kinds, program.found = [], {}, None
         others = [one for one in self.strategies if one.chooser is None]
         program.strategies = tuple(ordered([*others, *strategies]))
@@ -374,7 +379,7 @@ class CompiledTraining:
         try:
             for strategy in ordered(strategies):
                 if id(strategy) in session.set_aside:  # what it compiled is still proven
-                    regions, program.kinds = session.set_aside[id(strategy)]
+                    regions, program.kinds, checked = session.set_aside[id(strategy)]
                     program.regions = regions[:]
                 else:
                     strategy.apply(program)
@@ -385,7 +390,7 @@ class CompiledTraining:
             hardware.free_unused_memory(loop.device)
             self.record.regions, self.record.regions_compiled = len(program.regions), None
             self.telemetry.compiler.expect(program.graphs_expected)
-            session.put_around(self._hooks(session, chooser))
+            session.put_around(self._hooks(session, chooser, checked))
 
     def _found_slower(self, line: str) -> None:
         """Steps of the run are slower than eager's."""
