@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 Tensors = Mapping[str, Tensor]
 
@@ -61,29 +61,38 @@ def exceeding(differences: Iterable[Difference]) -> list[Difference]:
     return sorted((one for one in differences if one.share > 1), key=lambda one: -one.share)
 
 
-class Unlowered(TorchFunctionMode):
+class Unlowered:
     """Inside, numbers of ``dtype`` stay so. Who casts to a lower precision himself (Muon, a block in a model of single
     precision) makes no more exact run otherwise: compiled code may keep more digits than such a cast leaves, and is
-    then as far from eager as eager from the exact one."""
+    then as far from eager as eager from the exact one. No ``TorchFunctionMode``: inside one ``has_torch_function`` is
+    true, and a transformer leaves its fast path."""
 
-    casts = (Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16)
+    casts = ("to", "type", "type_as", "float", "half", "bfloat16")
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
         self.dtype = dtype
         self.unit = 0.0
         """Rounding of the lowest precision that was asked for."""
+        self._patch = mock.patch.multiple(Tensor, **{name: self._kept(getattr(Tensor, name)) for name in self.casts})
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **kwargs or {})
-        if func not in self.casts or args[0].dtype != self.dtype or not isinstance(result, Tensor):
-            return result
-        if not result.is_floating_point() or torch.finfo(result.dtype).eps <= torch.finfo(self.dtype).eps:
-            return result
-        self.unit = max(self.unit, torch.finfo(result.dtype).eps / 2)
-        return args[0].to(result.device, copy=True)
+    def __enter__(self) -> Unlowered:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._patch.stop()
+
+    def _kept(self, cast: Any) -> Any:
+        def kept(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = cast(tensor, *args, **kwargs)
+            if tensor.dtype != self.dtype or not isinstance(result, Tensor) or not result.is_floating_point():
+                return result
+            if torch.finfo(result.dtype).eps <= torch.finfo(self.dtype).eps:
+                return result
+            self.unit = max(self.unit, torch.finfo(result.dtype).eps / 2)
+            return tensor.clone() if tensor.device == result.device else tensor.to(result.device)
+
+        return kept
 
 
 def rounding_unit(precision: str, device: torch.device, module: nn.Module) -> float:
