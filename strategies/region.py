@@ -39,7 +39,8 @@ from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
 from strategies.torch_patches import allow
 
 MAX_CHECKED = 8
-"""Signatures of one kind of region that are checked at their first call; further ones by audits."""
+"""Signatures of one kind of region that are checked at their first call. Of further ones those are that need code of
+their own; where code lets them in that others have proven, as code for all lengths does, audits check them."""
 
 MAX_RECOMPILED = 16
 """Calls of one region, with arguments of the same shapes, that may compile it anew: who goes on never settles."""
@@ -62,7 +63,13 @@ def is_ancestor(outer: str, path: str) -> bool:
 _SERIAL = itertools.count()
 
 
+_plain_calls = [0]
+"""Calls of ``_call`` that no compiled code took."""
+
+
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():  # always True to Dynamo, so that no graph holds it
+        _plain_calls[0] += 1
     return self._call_impl(*args, **kwargs)
 
 
@@ -73,6 +80,12 @@ class Proof:
     with_gradients: bool = True
     """Whether it was called where gradients are recorded."""
     looks: int = 0
+    tried: bool = False
+    """Whether code that others have proven was tried for it."""
+    ran: bool = False
+    """Whether a call of it ran compiled, in a step or an evaluation."""
+    clean_step: int | None = None
+    """Optimizer step in which it was found equal to eager last; filled in by who knows the step."""
     drew_as_inductor: bool | None = None
     """Whether eager that draws random numbers as Inductor does agreed once; None where nobody knows."""
     clean: bool = False
@@ -116,6 +129,8 @@ class Check:
     seconds: float
     audit: bool
     """Whether the kind was proven before."""
+    proof: Proof | None = None
+    """Of the call's signature; None for an optimizer's step."""
 
 
 class Kind:
@@ -131,6 +146,8 @@ class Kind:
         """What the compiler raised."""
         self.differs: list[Difference] = []
         """What is not eager's, where that is the reason."""
+        self.culprit: Proof | None = None
+        """Of the signature that showed it, where that was in this process."""
         self.eager_evaluations = ""
         """Why its calls in evaluations run eager for good, and those of the training compiled."""
         self.evaluations_differ: list[Difference] = []
@@ -442,9 +459,12 @@ class Region(StandIn):
         proof = kind.proofs.get(key)
         if proof is None:
             proof = kind.proofs[key] = Proof(with_gradients=torch.is_grad_enabled())
-            proof.proven = not checks or len(kind.proofs) > MAX_CHECKED
+            proof.proven = not checks
         if self not in proof.callers:
             proof.callers.append(self)
+        if len(kind.proofs) > MAX_CHECKED and not (proof.proven or proof.tried or proof.looks):
+            proof.tried = True
+            return self._run_with_proven_code(proof, args, kwargs)
         checking = self._checking
         audit = (
             proof.proven
@@ -554,6 +574,7 @@ class Region(StandIn):
             if self.is_evaluated:
                 kind.run_evaluations_eager(reason, differs=wrong, trusted=audit)
             else:
+                kind.culprit = proof
                 kind.fail(reason, differs=wrong)
         elif wrong:
             proof.suspected, proof.suspect, proof.suspected_at = wrong, self, proof.looks
@@ -566,7 +587,14 @@ class Region(StandIn):
             if any(one != outcome.reached[0] for one in outcome.reached):
                 proof.reached = outcome.reached
         checking.report(
-            Check(path=self.path, kind=kind.name, outcome=outcome, seconds=checking.clock() - began, audit=audit)
+            Check(
+                path=self.path,
+                kind=kind.name,
+                outcome=outcome,
+                seconds=checking.clock() - began,
+                audit=audit,
+                proof=proof,
+            )
         )
 
     def _refuse(self, proof: Proof, error: Exception) -> None:
@@ -576,6 +604,17 @@ class Region(StandIn):
             self.of.run_evaluations_eager(one_line(error))
         else:
             self.of.fail(one_line(error), error)
+
+    def _run_with_proven_code(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run code that other signatures have proven, if its guards let the call in; else eager, and the next call of
+        this signature is checked as a first one."""
+        ran, before = self._compiled_in_step, _plain_calls[0]
+        with torch.compiler.set_stance("eager_on_recompile"):
+            result = self._run(proof, args, kwargs)
+        proof.proven = proof.ran = _plain_calls[0] == before and not self._eager_in_step
+        if not proof.proven:
+            self._compiled_in_step, self._eager_in_step = ran, True
+        return result
 
     def _run(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graphs = counters["stats"]["unique_graphs"]
@@ -594,7 +633,7 @@ class Region(StandIn):
             result = self._eager(args, kwargs)  # which raises itself what is the user's own error
             self._refuse(proof, error)
             return result
-        self._compiled_in_step = True
+        self._compiled_in_step = proof.ran = True
         if self._note_compiled(proof, graphs) and self._checking.mode != "off":
             proof.due = proof.must = True
             proof.turn = proof.callers.index(self)

@@ -23,7 +23,6 @@ from scripts.arguments import composed_training, exit_code, parser
 from scripts.bisect.search import MAX_SHAPES, ComparedModule, Report, searched
 from strategies import Modular, Stage, Strategy
 from strategies.base import label
-from strategies.region import is_ancestor
 from trainer.advice import program
 from trainer.process import StopRequest, quick_exit, uninterrupted_import
 from trainer.telemetry.serialization import counted, first_few
@@ -125,6 +124,8 @@ def modular_overrides(
 ) -> list[str]:
     """The trainer's overrides with ``modular`` for ``rest`` in the place of the strategy that compiled it before; each
     part has the ``torch.compile`` arguments of its region, by whose path they are in ``arguments``."""
+    from strategies.region import is_ancestor  # which imports torch
+
     parts = {}
     for path in rest:
         its = next(given for region, given in arguments.items() if is_ancestor(region, path))

@@ -15,7 +15,6 @@ import pytest
 from scripts.check.judge import LOOKS, Judgement, is_slower, judge, step_change
 from scripts.check.measurement import Measured, Round, load, save
 from tests.check.runs import arm, event, in_rounds, steps
-from tests.conftest import ROOT
 from tests.report.test_equal_arms import RECORDED
 from trainer.report.published import RECORDS
 from trainer.report.runs import find, group
@@ -231,14 +230,25 @@ def alarms(seconds: Sequence[float], *, slower: float) -> tuple[float, float]:
     return again / DRAWS, alarmed / DRAWS
 
 
+FOUND = {
+    "`transformer_block`, 158": (0.56, 0.04, 0.46, 0.91),
+    "`convnet`, 50": (0.24, 0.51, 1.0, 1.0),
+    "`transformer_block`, 48": (0.60, 0.10, 0.43, 0.93),
+    "`simple_linear`, 23": (0.02, 0.11, 0.55, 0.99),
+}
+"""Shares of the draws from recorded runs: looked at again where nothing is slower; found 1.5, 2 and 3 times as slow, of
+which docs/check.md says the most."""
+
+
 @pytest.mark.slow
-def test_recorded_runs_of_one_arm_raise_as_few_alarms_as_the_page_says() -> None:
-    page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
-    for name, seconds in recorded().items():
+def test_recorded_runs_of_one_arm_raise_no_alarm_and_slower_ones_do() -> None:
+    every = recorded()
+    assert set(every) == set(FOUND)
+    for name, seconds in every.items():
         again, alarmed = alarms(seconds, slower=1)
+        found = (again, *(alarms(seconds, slower=each)[1] for each in (1.5, 2, 3)))
         assert alarmed <= 0.005
-        found = [alarms(seconds, slower=each)[1] for each in (1.5, 2, 3)]
-        assert f"| {name} | {again:.0%} | {alarmed:.1%} | {' | '.join(f'{one:.0%}' for one in found)} |" in page
+        assert found == pytest.approx(FOUND[name], abs=0.005)
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

@@ -166,6 +166,22 @@ def test_signatures_beyond_the_first_ones_are_left_to_audits() -> None:
     assert len([one for one in found if not one.audit]) == MAX_CHECKED
 
 
+@torch._dynamo.config.patch(recompile_limit=64)  # as in a run
+def test_signatures_beyond_the_first_ones_that_need_code_of_their_own_are_checked() -> None:
+    block = Counted()
+    program = compiled(block, dynamic=False)
+    found = checks_of(program)
+    many = range(2, 2 + MAX_CHECKED + 4)
+    ran_eager: dict[int, list[bool]] = {rows: [] for rows in many}
+    for rows in [*many] * 3:
+        before = Counted.eager_calls
+        with one_step(program):
+            block(torch.randn(rows, 8)).sum().backward()
+        ran_eager[rows].append(Counted.eager_calls > before)
+    assert len([one for one in found if not one.audit]) == len(many), "each before it trains"
+    assert [*ran_eager.values()] == [[True, False, False]] * MAX_CHECKED + [[True, True, False]] * 4
+
+
 def test_a_proven_kind_is_checked_again_when_asked() -> None:
     blocks = [Counted() for _ in range(2)]
     program, x_BD = compiled(*blocks), torch.randn(3, 8, requires_grad=True)

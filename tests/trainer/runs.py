@@ -15,7 +15,11 @@ from trainer.run import run
 from trainer.telemetry.record import RunRecord
 
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8")
-SCALARS = frozenset(re.findall(r"^\| `([a-z_]+/[a-z0-9_]+)` \|", REFERENCE, re.MULTILINE))
+SCALARS = frozenset(
+    key
+    for cell in re.findall(r"^\| (`[a-z_]+/[^|]*) \|", REFERENCE, re.MULTILINE)
+    for key in re.findall(r"`([a-z_]+/[a-z0-9_]+)`", cell)
+)
 PAGES = frozenset(re.findall(r"^- `((?:run|compile)/\w+)`:", REFERENCE, re.MULTILINE))
 """Documented keys of TensorBoard's scalars and text pages."""
 OF_TEXTS = (

@@ -121,6 +121,28 @@ def test_a_fault_that_begins_later_is_found_by_the_next_audit_and_its_second_loo
     assert any("run eager from step 9 on" in note for note in record.notes)
 
 
+class TwoShapes(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([one[:2] if self.global_step % 2 else one for one in batch], batch_idx)
+
+
+class FromStepInOneShape(FromStep):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        Fault.clear()
+        if trainer.global_step % 2:
+            super().on_train_batch_start(trainer)
+
+
+def test_a_clean_audit_of_another_shape_says_nothing_of_the_one_that_differs(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 60, "trainer": {"max_epochs": -1}}
+    _, record = trained(tmp_path, FromStepInOneShape(6, backward=1.01), module=TwoShapes(), **options)
+    audits = record.audits
+    assert audits is not None
+    assert audits.verdict == "went eager"
+    assert any(step > 6 and step % 2 for step in audits.steps), "the other shape was looked at, too"
+    assert (audits.last_clean_step or 0) < 6, audits.reason
+
+
 def test_the_last_good_checkpoint_is_named(tmp_path: Path) -> None:
     saved = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     _, record = trained(tmp_path, FromStep(5, backward=1.01), saved, steps=16, trainer={"enable_checkpointing": True})

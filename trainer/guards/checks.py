@@ -223,7 +223,7 @@ class Checks(StepHook):
             for place, one in enumerate(kinds)
             if one.eager_evaluations
         ]
-        every = gathered((own, own_steps, own_evaluations, self.facts.last_clean_step))
+        every = gathered((own, own_steps, own_evaluations, self._clean_step()))
         for theirs, their_steps, their_evaluations, _ in every:
             for place, reason, differs in theirs:
                 kinds[place].fail(f"on another process: {reason}", differs=differs)
@@ -247,7 +247,9 @@ class Checks(StepHook):
         if kind.remedies:
             line = f"{line}; compiled with {', '.join(one.name for one in kind.remedies)}, too"
         if kind.differs:
-            self._differs(line, audited=any(one.proven for one in kind.proofs.values()))
+            culprit = kind.culprit
+            trained = any(one.proven for one in kind.proofs.values()) if culprit is None else culprit.ran
+            self._differs(line, audited=trained)
         elif self._guarding.on_compile_error == "fail":
             raise CompileFailed(as_typed(f"on_compile_error=fail: {line}", self._record.script)) from kind.error
         self.warn(line)
@@ -290,8 +292,7 @@ class Checks(StepHook):
         self._differs(line, audited=trusted)
 
     def _differs(self, line: str, *, audited: bool) -> None:
-        clean = self.facts.last_clean_step
-        audited |= clean is not None
+        clean = self.facts.last_clean_step = self._clean_step()
         if audited:
             since = f"since step {clean}, the last one that was audited clean" if clean is not None else "since step 2"
             line = f"{line}; it may have been so {since}. Last good checkpoint: {self._good_checkpoint(clean)}"
@@ -302,6 +303,12 @@ class Checks(StepHook):
             raise ParityError(as_typed(f"on_difference=fail: {line}", self._record.script))
         if audited:
             self.warn(line)
+
+    def _clean_step(self) -> int | None:
+        """The last step that audits found clean, of what differs now the last one in which it was found equal."""
+        culprits = [one.culprit for one in self._program.kinds.values() if one.culprit is not None and one.culprit.ran]
+        steps = [self.facts.last_clean_step, *(one.clean_step for one in culprits)]
+        return None if None in steps else min(step for step in steps if step is not None)
 
     def _good_checkpoint(self, clean: int | None) -> str:
         until = 1 if clean is None else clean
@@ -337,6 +344,8 @@ class Checks(StepHook):
         if check.outcome.unseen:
             self._telemetry.disturb()
             return
+        if check.proof is not None and check.outcome.how and not check.outcome.wrong:
+            check.proof.clean_step = self._loop.steps_done + self._in_step
         if not check.audit:
             self._telemetry.disturb()
             self.first.append(check)
