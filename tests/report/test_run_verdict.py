@@ -29,3 +29,12 @@ def test_the_verdict_is_kept_with_the_record(tmp_path: Path) -> None:
     again = RunRecord.load(tmp_path)
     assert dataclasses.asdict(again)["verdict"] == dataclasses.asdict(one)["verdict"]
     assert verdict_lines(again) == verdict_lines(one)
+
+
+def test_a_difference_from_eager_is_looked_for_by_what_finds_submodules() -> None:
+    one = run(FASTER)
+    one.report["parity"] = {"verdict": "failed"}
+    command = run_verdict(one).next_command or ""
+    assert command.startswith("python -m scripts.bisect ")
+    one.script = "train.py"
+    assert run_verdict(one).next_command is None

@@ -1,5 +1,5 @@
 """Every compile strategy under DDP and FSDP2, on two processes: it trains as one process would, or leaves itself out
-with a note. ``HOLDS`` says which, and the README shows the same table."""
+with a note. ``HOLDS`` says which, and docs/distributed.md shows the same table."""
 
 from __future__ import annotations
 

@@ -69,6 +69,13 @@ def looked_at(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
         "hooks": {path: [len(getattr(one, name)) for name in HOOKS] for path, one in module.named_modules()},
         "optimizers": {str(place): sorted(vars(one)) for place, one in enumerate(optimizers)},
         "settings of Dynamo": torch._dynamo.config.get_config_copy(),
+        "settings of torch": {
+            "matmul precision": torch.get_float32_matmul_precision(),
+            "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic),
+            "benchmark": torch.backends.cudnn.benchmark,
+            "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+            "default dtype": torch.get_default_dtype(),
+        },
     }
 
 

@@ -122,6 +122,10 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
     if record.status in ("failed", "interrupted") or _chose_eager(record) or PEER in names:
         return None
     of_lightning = record.script is None or record.entry == "Compile"
+    if record.report.get("parity", {}).get("verdict") == "failed":
+        if record.script is not None:  # what bisects takes a training of the command line
+            return None
+        return command(record, same, module="scripts.bisect"), "which submodule is not eager's"
     if (record.ended_in_eager or breaks) and of_lightning:
         why = "which parts run eager, and why" if record.ended_in_eager else f"where the {breaks} graph breaks are"
         return command(record, same, module="scripts.explain"), why
@@ -160,7 +164,7 @@ def command(record: RunRecord, *changes: str, module: str = "trainer", sweep: bo
     """The command of the run with other choices, as a person would paste it; for a script of one's own, what to do."""
     if record.script is not None:
         if module == "scripts.explain" or sweep:
-            return "crucible.compare(module, data)" if sweep else "crucible.explain_module(module, batch)"
+            return "crucible.compare(module, data)" if sweep else "crucible.explain_module(module, loader, strategies)"
         name, _, value = changes[0].partition("=")
         if name == "resume":
             return f"trainer.fit(..., ckpt_path={json.dumps(value)})"
