@@ -39,8 +39,9 @@ from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
 from strategies.torch_patches import allow
 
 MAX_CHECKED = 8
-"""Signatures of one kind of region that are checked at their first call. Of further ones those are that need code of
-their own; where code lets them in that others have proven, as code for all lengths does, audits check them."""
+"""Signatures of one kind of region that are checked at their first call; all of them with ``dynamic=False``, where each
+has code of its own. Of further ones those are that need some; where code lets them in that others have proven, as code
+for all lengths does, audits check them."""
 
 MAX_RECOMPILED = 16
 """Calls of one region, with arguments of the same shapes, that may compile it anew: who goes on never settles."""
@@ -462,7 +463,8 @@ class Region(StandIn):
             proof.proven = not checks
         if self not in proof.callers:
             proof.callers.append(self)
-        if len(kind.proofs) > MAX_CHECKED and not (proof.proven or proof.tried or proof.looks):
+        many = len(kind.proofs) > MAX_CHECKED and self.arguments.get("dynamic") is not False
+        if many and not (proof.proven or proof.tried or proof.looks):
             proof.tried = True
             return self._run_with_proven_code(proof, args, kwargs)
         checking = self._checking

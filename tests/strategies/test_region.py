@@ -167,19 +167,21 @@ def test_signatures_beyond_the_first_ones_are_left_to_audits() -> None:
 
 
 @torch._dynamo.config.patch(recompile_limit=64)  # as in a run
-def test_signatures_beyond_the_first_ones_that_need_code_of_their_own_are_checked() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_signatures_beyond_the_first_ones_that_need_code_of_their_own_are_checked(dynamic: bool) -> None:
     block = Counted()
-    program = compiled(block, dynamic=False)
+    program = compiled(block, dynamic=dynamic)
     found = checks_of(program)
-    many = range(2, 2 + MAX_CHECKED + 4)
-    ran_eager: dict[int, list[bool]] = {rows: [] for rows in many}
-    for rows in [*many] * 3:
-        before = Counted.eager_calls
+    for rows in range(2, 2 + MAX_CHECKED):
         with one_step(program):
             block(torch.randn(rows, 8)).sum().backward()
-        ran_eager[rows].append(Counted.eager_calls > before)
-    assert len([one for one in found if not one.audit]) == len(many), "each before it trains"
-    assert [*ran_eager.values()] == [[True, False, False]] * MAX_CHECKED + [[True, True, False]] * 4
+    block.double()
+    for ran_eager in (True, True, False) if dynamic else (True, False, False):
+        before, checked = Counted.eager_calls, len(found)
+        with one_step(program):
+            block(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
+        assert (Counted.eager_calls > before) is ran_eager, "at first code of others is tried, if it can be for all"
+    assert len(found) == checked == MAX_CHECKED + 1
 
 
 def test_a_proven_kind_is_checked_again_when_asked() -> None:
