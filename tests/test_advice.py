@@ -94,7 +94,7 @@ def test_what_python_says_can_be_run() -> None:
         (record(SLOWER, script="mine.py"), "next: the script with Compile([])"),
         (record(FASTER, script="mine.py"), "next: the script with Compile([Cached(), Regional()])"),
         (record(NOISY, script="mine.py"), "next: crucible.compare(module, data)"),
-        (record(NOISY, script="mine.py", graph_breaks=1), "next: crucible.explain_module(module, batch)"),
+        (record(NOISY, script="mine.py", graph_breaks=1), "next: crucible.explain_module(module, loader, strategies)"),
         (record(script="mine.py", config={"parity": "off"}), 'compared with eager: parity="off" leaves out steps'),
     ],
 )
