@@ -81,8 +81,6 @@ class Proof:
     with_gradients: bool = True
     """Whether it was called where gradients are recorded."""
     looks: int = 0
-    tried: bool = False
-    """Whether code that others have proven was tried for it."""
     ran: bool = False
     """Whether a call of it ran compiled, in a step or an evaluation."""
     clean_step: int | None = None
@@ -457,15 +455,15 @@ class Region(StandIn):
             key = self._signature(args, kwargs)
         except NoShape:
             return module._call_impl(*args, **kwargs)
-        proof = kind.proofs.get(key)
+        proof, may_be_covered = kind.proofs.get(key), False
         if proof is None:
             proof = kind.proofs[key] = Proof(with_gradients=torch.is_grad_enabled())
             proof.proven = not checks
+            many = len(kind.proofs) > MAX_CHECKED
+            may_be_covered = checks and many and self.arguments.get("dynamic") is not False
         if self not in proof.callers:
             proof.callers.append(self)
-        many = len(kind.proofs) > MAX_CHECKED and self.arguments.get("dynamic") is not False
-        if many and not (proof.proven or proof.tried or proof.looks):
-            proof.tried = True
+        if may_be_covered:
             return self._run_with_proven_code(proof, args, kwargs)
         checking = self._checking
         audit = (

@@ -128,27 +128,25 @@ def test_another_fit_is_reported_as_the_first_one_and_has_measured_nothing_of_it
 
 
 @dataclass(kw_only=True, slots=True)
-class Store(Strategy):
-    """Opens something anew for each training, and says so in words of its own."""
-
-    name: ClassVar[str] = "store"
-    stage: ClassVar[Stage] = Stage.CACHE
-
-    def apply(self, program: Program) -> None:
-        program.notes.append("opened what is kept")
-
-    begin = apply
-
-
-@dataclass(kw_only=True, slots=True)
 class Layout(Strategy):
     """Has a note that begins as one of ``Store`` might."""
 
     name: ClassVar[str] = "layout"
     stage: ClassVar[Stage] = Stage.ACTIVATIONS
+    note: ClassVar[str] = "store: the weights lie in another order"
 
     def apply(self, program: Program) -> None:
-        program.notes.append("store: the weights lie in another order")
+        program.notes.append(self.note)
+
+
+@dataclass(kw_only=True, slots=True)
+class Store(Layout):
+    """Opens something anew for each training, and says so in words of its own."""
+
+    name: ClassVar[str] = "store"
+    stage: ClassVar[Stage] = Stage.CACHE
+    note: ClassVar[str] = "opened what is kept"
+    begin = Layout.apply
 
 
 def test_notes_of_another_fit_are_told_apart_by_who_wrote_them(tmp_path: Path) -> None:

@@ -256,9 +256,9 @@ class Timings:
                 return 0.0
             eager, captured = self.arms[EAGER, False], self.arms[EAGER, True]
             known = None not in (eager.step_seconds, captured.step_seconds)
-            if timed.never_waited_steps is None:
-                return max(MAX_SAVED_BY_CAPTURE, 1 - captured.over(eager)) if known else MAX_SAVED_BY_CAPTURE
-            return min(MAX_SAVED_OF_GAPS, 1 - captured.over(eager)) if known else MAX_SAVED_OF_GAPS
+            of_gaps = timed.never_waited_steps is not None
+            most = MAX_SAVED_OF_GAPS if of_gaps else MAX_SAVED_BY_CAPTURE
+            return (min if of_gaps else max)(most, 1 - captured.over(eager)) if known else most
         order = (*MODULES, DERIVING)
         if order.index(arm.module) < order.index(timed.module):
             return 0.0
