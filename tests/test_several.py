@@ -39,7 +39,7 @@ def test_no_two_jobs_have_a_gpu_together_and_nothing_outlives_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def command(one: Job, folder: Path) -> list[str]:
-        after = "sleep 1000 & sleep 1000" if one.seconds == 0 else f"echo $CUDA_VISIBLE_DEVICES > {folder}/gpus"
+        after = "setsid sleep 1000 & sleep 1000" if one.seconds == 0 else f"echo $CUDA_VISIBLE_DEVICES > {folder}/gpus"
         return ["sh", "-c", after]
 
     monkeypatch.setattr(several, "command", command)
@@ -52,7 +52,7 @@ def test_no_two_jobs_have_a_gpu_together_and_nothing_outlives_its_time(
         "exit code 0",
         "exit code 0",
     ]
-    assert all(one.process is not None and not members(one.process.pid) for one in jobs)
+    assert all(one.process is not None and not members(tmp_path / one.name) for one in jobs)
     assert len(capsys.readouterr().out.splitlines()) == 4
     late = [job("late")]
     run(late, tmp_path, gpus=2, seconds=0)

@@ -26,7 +26,7 @@ from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.distributed import EpochEnds, SigtermAgreement, epoch_ends, group_timeout
 from trainer.loops.lightning import LightningLoop
-from trainer.loops.lightning_internals import lightning_classes, replaced, sigterm_kept
+from trainer.loops.lightning_internals import leave_groups, lightning_classes, replaced, sigterm_kept
 from trainer.loops.rank_consistency import code_of, compare_facts
 from trainer.loops.rank_failures import Deadline, Failures
 from trainer.loops.training_info import TrainingInfo
@@ -189,7 +189,10 @@ class Compile(CompiledTraining, L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The training has failed; Lightning calls no teardown then."""
-        self.failed_by = exception if self.failures is None else self.failures.root_cause(exception)
+        self.failed_by = exception
+        if self.failures is not None:
+            self.failed_by = self.failures.root_cause(exception)
+            leave_groups()  # the others may be in a collective; their launcher has to see that this process has ended
         self._end_deadline()
         self.fail(self.failed_by)
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
-from tests.gpu.several import members, signal_all
+from tests.gpu.several import marked, members, signal_all
 from tests.processes import free_port
 
 DEADLINE = 20.0
@@ -78,6 +78,12 @@ class Fault:
 
 
 TRAINED = f"trained {STEPS} steps"
+CAPTURES = "graphs were replayed: "
+WITHIN_A_STEP = (
+    *("killed", "callback raises", "out of memory", "sys.exit", "os._exit"),
+    *("stands still", "interrupted", "terminated", "slow 30 s"),
+)
+"""Faults that come at step ``AT``."""
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -123,6 +129,9 @@ class Job:
     def name(self) -> str:
         return f"{self.fault}, {self.arm}{' captured' if self.captured else ''}, {self.launcher}"
 
+    def folder(self, within: Path) -> Path:
+        return within / self.name.replace(" ", "_")
+
 
 def plan(*, cpu: bool) -> list[Job]:
     """The longest first."""
@@ -158,6 +167,8 @@ def train(fault: str, arm: str, launcher: str, captured: bool, cpu: bool, folder
 
     def act() -> None:
         """The fault, on rank 1, within its training."""
+        if captured:
+            print(f"{CAPTURES}{compiled.program is not None and compiled.program.replays > 0}", flush=True)
         planted()
         match fault:
             case "killed":
@@ -208,11 +219,12 @@ def train(fault: str, arm: str, launcher: str, captured: bool, cpu: bool, folder
                 act()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.global_step == 5 and mine and fault == "training_step raises":
-                act()
-            if self.global_step == 5 and fault == "error handled by the script":
-                planted()
-                raise RuntimeError("planted: this batch does not fit, say")
+            if fault in ("training_step raises", "error handled by the script") and self.global_step == 5:
+                if fault == "error handled by the script":
+                    planted()
+                    raise RuntimeError("planted: this batch does not fit, say")
+                if mine:
+                    act()
             x_BD, target_B1 = batch
             for block in self.blocks:
                 x_BD = block(x_BD)
@@ -230,14 +242,9 @@ def train(fault: str, arm: str, launcher: str, captured: bool, cpu: bool, folder
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    within_a_step = (
-        *("killed", "callback raises", "out of memory", "sys.exit", "os._exit"),
-        *("stands still", "interrupted", "terminated", "slow 30 s"),
-    )
-
     class Plants(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-            if mine and fault in within_a_step and trainer.global_step == AT and not (folder / "planted").exists():
+            if mine and fault in WITHIN_A_STEP and trainer.global_step == AT and not (folder / "planted").exists():
                 act()
 
     if mine:
@@ -247,9 +254,7 @@ def train(fault: str, arm: str, launcher: str, captured: bool, cpu: bool, folder
         if fault in ("other model size", "other strategies", "no batch", "fewer batches"):
             planted()
     torch.manual_seed(0)
-    strategies: list[Any] = [Regional(backend="eager")]
-    if captured:
-        strategies = [CudaGraph()]
+    strategies: list[Any] = [Regional(), CudaGraph()] if captured else [Regional(backend="eager")]
     if mine and fault == "other strategies":
         strategies = []
     patient = FAULTS[fault].patient or launcher == "Lightning"  # which starts rank 1 when rank 0 has imported all
@@ -257,13 +262,14 @@ def train(fault: str, arm: str, launcher: str, captured: bool, cpu: bool, folder
     strategy: Any = DDP(captures=captured, timeout=timeout) if arm == "ddp" else FSDP2(timeout=timeout)
     own_batches = fault in ("fewer batches", "no batch")
     workers = 1 if fault == "data worker raises" else 0
+    compiled = Compile(strategies, verbose=True, parity="off")
     trainer = L.Trainer(
         accelerator="cpu" if cpu else "gpu",
         devices=2,
         strategy=strategy,
         max_steps=STEPS,
         use_distributed_sampler=not own_batches,
-        callbacks=[Plants(), Compile(strategies, verbose=True, parity="off")],
+        callbacks=[Plants(), compiled],
         logger=False,
         enable_checkpointing=fault == "checkpoint raises",
         enable_progress_bar=False,
@@ -297,7 +303,7 @@ def start(job: Job, folder: Path, *, cpu: bool) -> None:
     started = agent if job.launcher == "torchrun" else []
     command = [sys.executable, *started, "-m", "tests.gpu.rank_faults", *words]
     (folder / "command.txt").write_text(shlex.join(command) + "\n")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
+    environment = {**marked(folder), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         environment.pop(name, None)
     job.began = time.monotonic()
@@ -333,9 +339,9 @@ def be_a_stranger(port: int, folder: Path) -> None:
 def end(job: Job, folder: Path) -> None:
     """Note what came of a job whose processes have all ended, or whose time is over."""
     assert job.process is not None
-    left = members(job.process.pid)
+    left = members(folder)
     over = time.time()
-    signal_all(job.process.pid, signal.SIGKILL)
+    signal_all(folder, signal.SIGKILL)
     code = job.process.wait()
     text = (folder / "log.txt").read_text(errors="replace")
     planted = float((folder / "planted").read_text()) if (folder / "planted").exists() else None
@@ -344,6 +350,8 @@ def end(job: Job, folder: Path) -> None:
     line = next(lines_that_name(text), "")
     job.row = {"seconds": seconds, "code": None if left else code, "line": line}
     job.row["verdict"] = verdict(fault, text, seconds, code, bool(left), line)
+    if job.captured and job.fault in WITHIN_A_STEP and f"{CAPTURES}True" not in text:
+        job.row["verdict"] = "no graph was replayed"
 
 
 def lines_that_name(text: str) -> Iterator[str]:
@@ -381,14 +389,14 @@ def run(jobs: Sequence[Job], folder: Path, *, seconds: float, beside: int, cpu: 
         while waiting or running:
             for job in running[:]:
                 assert job.process is not None
-                gone = job.process.poll() is not None and not members(job.process.pid)
+                gone = job.process.poll() is not None and not members(job.folder(folder))
                 if gone or time.monotonic() > min(until, job.began + LIMIT):
-                    end(job, folder / job.name.replace(" ", "_"))
+                    end(job, job.folder(folder))
                     running.remove(job)
                     print(f"{job.name}: {json.dumps(job.row)}", flush=True)
             if waiting and len(running) < beside and time.monotonic() < until - DEADLINE:
                 job = waiting.pop(0)
-                start(job, folder / job.name.replace(" ", "_"), cpu=cpu)
+                start(job, job.folder(folder), cpu=cpu)
                 running.append(job)
             elif not running:
                 break
@@ -396,7 +404,7 @@ def run(jobs: Sequence[Job], folder: Path, *, seconds: float, beside: int, cpu: 
                 time.sleep(0.1)
     finally:
         for job in running:
-            end(job, folder / job.name.replace(" ", "_"))
+            end(job, job.folder(folder))
 
 
 def table(jobs: Sequence[Job]) -> str:

@@ -39,6 +39,8 @@ AT_STEP = 50
 """After which a rank is killed."""
 SHORTEST = 30.0
 """Seconds without which no job is worth its start."""
+MARK = "CRUCIBLE_TEST_JOB"
+"""Environment variable with a job's folder."""
 GRACE = 10.0
 """Seconds between the signal that ends what takes too long and the one that nobody can catch."""
 CAPTIONING = ("experiment=captioning_base", "task.data.pad_to=64", "trainer.max_steps=300")
@@ -134,7 +136,7 @@ def command(job: Job, folder: Path) -> list[str]:
 def start(job: Job, folder: Path, gpus: list[int], cores: Sequence[int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
-        **os.environ,
+        **marked(folder),
         **cache_variables(folder / "caches"),
         **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "trainer"), os.environ.get("PYTHONPATH", "")]),
@@ -158,10 +160,10 @@ def end(job: Job, folder: Path) -> None:
     assert job.process is not None
     took, code = time.monotonic() - job.began, job.process.poll()
     if code is None:
-        signal_all(job.process.pid, signal.SIGTERM)
+        signal_all(folder, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.process.wait(GRACE)
-    signal_all(job.process.pid, signal.SIGKILL)
+    signal_all(folder, signal.SIGKILL)
     job.process.wait()
     job.ended = f"cut off after {took:.0f} s" if code is None else f"exit code {code} after {took:.0f} s"
     job.figures = figures(job, folder)
@@ -261,24 +263,27 @@ def _shown(value: float | None, digits: int) -> str:
 # ---- a rank that is killed ------------------------------------------------------------------------------------------
 
 
-def members(session: int) -> dict[int, tuple[int, str | None]]:
-    """Of the processes of ``session`` that live: the parent, and the rank that its environment names."""
+def marked(folder: Path) -> dict[str, str]:
+    """An environment by which ``members`` finds a job's processes: torchrun starts each in a session of its own."""
+    return {**os.environ, MARK: str(folder.resolve())}
+
+
+def members(folder: Path) -> dict[int, tuple[int, str | None]]:
+    """Of the processes that live and are marked with ``folder``: the parent, and the rank in its environment."""
     found = {}
-    for folder in Path("/proc").iterdir():
+    for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            pid = int(folder.name)
-            state, parent, _, own = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(own) == session and state != "Z":
-                pairs = dict(
-                    pair.partition("=")[::2]
-                    for pair in (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                )
+            pid = int(process.name)
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            given = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+            pairs = dict(pair.partition("=")[::2] for pair in given)
+            if pairs.get(MARK) == str(folder.resolve()) and state != "Z":
                 found[pid] = (int(parent), pairs.get("LOCAL_RANK"))
     return found
 
 
-def signal_all(session: int, number: signal.Signals) -> None:
-    for pid in members(session):
+def signal_all(folder: Path, number: signal.Signals) -> None:
+    for pid in members(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -291,24 +296,25 @@ def of_rank_1(alive: dict[int, tuple[int, str | None]]) -> Iterator[int]:
 
 def kill(words: Sequence[str], folder: Path, *, seconds: float) -> dict[str, Any]:
     """Start ``words`` on several processes, kill rank 1 once step ``AT_STEP`` is reached, and say what came of it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    ranks = folder / "ranks"  # this process itself is one of the folder's
+    ranks.mkdir(parents=True, exist_ok=True)
     began, log = time.monotonic(), folder / "trained.txt"
     with log.open("wb") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=marked(ranks))
     step = when = None
     said = 0
     try:
-        while time.monotonic() < began + seconds and (process.poll() is None or members(process.pid)):
+        while time.monotonic() < began + seconds and (process.poll() is None or members(ranks)):
             time.sleep(0.05)
             if when is None:
                 steps = STEP.findall(log.read_text(errors="replace"))
                 if steps and int(steps[-1]) >= AT_STEP:
-                    (rank,) = of_rank_1(members(process.pid))
+                    (rank,) = of_rank_1(members(ranks))
                     step, when, said = int(steps[-1]), time.monotonic(), log.stat().st_size
                     os.kill(rank, signal.SIGKILL)
-        over, left = time.monotonic(), members(process.pid)
+        over, left = time.monotonic(), members(ranks)
     finally:
-        signal_all(process.pid, signal.SIGKILL)
+        signal_all(ranks, signal.SIGKILL)
     result = {
         "step": step,
         "seconds_until_killed": None if when is None else round(when - began, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -20,6 +21,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities import distributed as fabric
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from strategies import Regional
@@ -31,6 +34,8 @@ from tests.trainer.runs import train
 from trainer import process
 from trainer.callback import Compile
 from trainer.loops import distributed, rank_consistency, rank_failures
+from trainer.loops.distributed import DDP
+from trainer.loops.fsdp2 import FSDP2
 from trainer.telemetry.record import RunRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two_processes")]
@@ -134,6 +139,9 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
     if fault == "on_train_epoch_end":
         options = {"max_steps": 12}  # which is in the second epoch, so that the other process is still there
     compiled = Compile(**compile_, verbose=False)
+    # As Lightning does with a group of NCCL, where it waits for the other process.
+    fabric._destroy_dist_connection = (folder / "waited").touch
+    atexit.register(fabric._destroy_dist_connection)
     trainer = quiet_trainer(
         enable_checkpointing=True,
         **{"max_steps": STEPS, **options},
@@ -158,7 +166,8 @@ def trained(fault: str, folder: Path) -> dict[str, Any]:
         time.sleep(2 * rank)  # what a script does then takes as long as it takes
     elif error is not None:
         (folder / f"{rank}.json").write_text(json.dumps(facts))
-        os._exit(1)  # as a script does that does not catch it
+        atexit._run_exitfuncs()  # as a script does that does not catch it
+        os._exit(1)
     return {**facts, "weights": weights}
 
 
@@ -205,6 +214,7 @@ def reason(fault: str, pair: Pair, folder: Path) -> str:
     """Why rank 0 ended."""
     with pytest.raises(RanksFailed):
         pair(trained, fault, folder)
+    assert not (folder / "waited").exists()
     said: str = json.loads((folder / "0.json").read_text())["reason"]
     return said
 
@@ -315,6 +325,32 @@ def test_a_started_process_that_fails_is_not_overlooked(stands_still: bool, tmp_
     record = RunRecord.load(tmp_path)
     assert record.status == ("failed" if stands_still else "running")
     assert not stands_still or re.fullmatch(rf"{RANK_1}ended with exit code 3{AND_SO}", record.reason or "")
+
+
+@pytest.mark.parametrize("given", [None, "60000"])
+@pytest.mark.parametrize(
+    ("strategy", "of_lightning"),
+    [(DDP, (DDPStrategy, "setup_distributed")), (FSDP2, (ModelParallelStrategy, "_setup_distributed"))],
+)
+def test_a_group_is_made_to_end_soon_after_a_timeout_unless_the_user_says_when(
+    strategy: Any, of_lightning: tuple[Any, str], given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.delenv(distributed.DUMP_WAIT, raising=False)
+    else:
+        monkeypatch.setenv(distributed.DUMP_WAIT, given)
+    seen = []
+
+    def made(_: Any) -> None:
+        seen.append(os.environ[distributed.DUMP_WAIT])
+        raise StopIteration
+
+    monkeypatch.setattr(ParallelStrategy, "setup_environment", lambda _: None)
+    monkeypatch.setattr(*of_lightning, made)
+    with pytest.raises(StopIteration):
+        strategy().setup_environment()
+    assert seen == [given or distributed.DUMP_WAIT_MS]
+    assert os.environ.get(distributed.DUMP_WAIT) == given
 
 
 def timeouts() -> list[timedelta]:

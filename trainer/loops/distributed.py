@@ -278,6 +278,22 @@ class SingleProcessLoop(RankReductions):
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Environment variable that a process group reads when it is made."""
+DUMP_WAIT, DUMP_WAIT_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2500"
+"""As above. A process ends four times this after a collective's timeout, so that its flight recorder can write."""
+
+
+@contextlib.contextmanager
+def group_variables() -> Iterator[None]:
+    """A process group of NCCL that is made within it ends its process 10 s after a timeout, and not torch's 60, unless
+    the user's environment says how long: a process that stands still keeps all its devices for that long."""
+    if DUMP_WAIT in os.environ:
+        yield
+        return
+    os.environ[DUMP_WAIT] = DUMP_WAIT_MS
+    try:
+        yield
+    finally:
+        del os.environ[DUMP_WAIT]
 
 
 class DDP(DDPStrategy):
@@ -304,7 +320,8 @@ class DDP(DDPStrategy):
     def setup_distributed(self) -> None:
         if self.captures:
             os.environ[ERROR_HANDLING] = "0"
-        super().setup_distributed()
+        with group_variables():
+            super().setup_distributed()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Wrap the module again once it trains a weight that was frozen then: torch would not reduce its gradients, and

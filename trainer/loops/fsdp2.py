@@ -31,7 +31,7 @@ from strategies.region import submodules
 from strategies.regions import expand_blocks, find_containers, never_called
 from trainer.loops.checkpoint_io import ShardedCheckpoints
 from trainer.loops.compiled_training import CompiledTraining
-from trainer.loops.distributed import UNKNOWN, Agreement
+from trainer.loops.distributed import UNKNOWN, Agreement, group_variables
 from trainer.loops.sharded_step import clip_by_norm, step_on_shards
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -84,7 +84,8 @@ class FSDP2(ShardedCheckpoints):
 
     def setup_environment(self) -> None:
         super(ModelParallelStrategy, self).setup_environment()
-        self._setup_distributed()
+        with group_variables():
+            self._setup_distributed()
         self._device_mesh = init_device_mesh(
             self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
         )

@@ -52,8 +52,9 @@ def is_overridden(hook: str, module: L.LightningModule) -> bool:
 def leave_groups() -> None:
     """Let this process end without taking its process groups down, as Lightning does at exit. NCCL takes a group down
     together (``ncclCommFinalize``): a process would wait there for the first one, which waits for its exit."""
-    if (takes_down := getattr(distributed, "_destroy_dist_connection", None)) is not None:
-        atexit.unregister(takes_down)
+    for module in (distributed, sys.modules.get("lightning_fabric.utilities.distributed")):
+        if (takes_down := getattr(module, "_destroy_dist_connection", None)) is not None:
+            atexit.unregister(takes_down)
 
 
 HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
