@@ -36,4 +36,4 @@ def train(work: Work, *, compiled: bool = True, mode: str | None = None) -> None
         optimizer.step()
         if schedule is not None:
             schedule.step()
-        work.stepped(loss)
+        work.stepped(loss if mode is None else loss.detach().clone())  # a graph's next replay overwrites its outputs
