@@ -6,11 +6,11 @@ The view polls the telemetry from a thread of its own twice a second, so that th
 from __future__ import annotations
 
 import functools
-import math
 import shlex
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -130,16 +130,17 @@ class ProgressView:
 
 class SecondsLeft:
     """How long compiling, and the training, will go on, as far as there is telling. What is shown runs with the clock
-    and follows a new estimate within some ten seconds: it does not jump."""
+    and follows a new estimate within some ten seconds. It jumps where it was off by half."""
 
     def __init__(self) -> None:
         self.compiling: float | None = None
         self.training: float | None = None
         self._at = 0.0
-        self._steps_done: int | None = None
-        """At the last look; None before the first step: a resumed run begins with some."""
-        self._steps, self._seconds = 0.0, 0.0
-        """Of the last steps, and of a minute at least; older ones fade. Without what was spent on compiling."""
+        self._clock = 0.0
+        """Seconds of all looks at the training, without those of compiling."""
+        self._looks: deque[tuple[float, int]] = deque()
+        """The clock and the steps done, of the last minute and the last steps: a pace. Once the last few seconds are
+        much faster, those before were a start, and count no more; a validation makes them slower, and counts."""
 
     def look(self, telemetry: Telemetry, total: int | None) -> None:
         """Bring both up to date; asked often."""
@@ -149,22 +150,41 @@ class SecondsLeft:
             self.compiling = _followed(self.compiling, compiling.seconds_left, passed)
         if telemetry.phase == "starting":
             return
-        if self._steps_done is not None and compiling is None:
-            steps = done - self._steps_done
-            fade = math.exp(-min(passed / PACE_SECONDS, steps / PACE_STEPS))
-            self._steps, self._seconds = self._steps * fade + steps, self._seconds * fade + passed
-        self._steps_done = done
+        if compiling is None and self._looks:
+            self._clock += passed
+        looks = self._looks
+        looks.append((self._clock, done))
+        while len(looks) > 1 and _lasts(looks[1], looks[-1], PACE_SECONDS, PACE_STEPS):
+            looks.popleft()
         left = None
-        if total is not None and done < total and self._steps >= FEW_STEPS and self._seconds >= FEW_SECONDS:
-            left = (total - done) * self._seconds / self._steps
-        self.training = _followed(self.training, left, passed)
+        few = next((one for one in reversed(looks) if _lasts(one, looks[-1], FEW_SECONDS, FEW_STEPS)), None)
+        if few is not None:
+            if _pace(few, looks[-1]) * WRONG < _pace(looks[0], looks[-1]):
+                while looks[0] != few:
+                    looks.popleft()
+            if total is not None and done < total:
+                left = (total - done) * _pace(looks[0], looks[-1])
+        wrong = left is None or self.training is None or not left < WRONG * self.training < WRONG**2 * left
+        self.training = left if wrong else _followed(self.training, left, passed)
 
 
 PACE_SECONDS, PACE_STEPS = 60.0, 20
-"""After which a step counts a third in the pace: the longer of the two."""
-FEW_STEPS, FEW_SECONDS = 3, 3.0
+"""Of a pace: the longer of the two."""
+FEW_SECONDS, FEW_STEPS = 3.0, 3
 """From which on a pace is worth an estimate."""
 FOLLOW_SECONDS = 10.0
+WRONG = 1.5
+"""A pace or an estimate that is wrong by this factor is given up."""
+
+
+def _lasts(first: tuple[float, int], last: tuple[float, int], seconds: float, steps: int) -> bool:
+    """Whether that much lies between two looks."""
+    return last[0] - first[0] > seconds and last[1] - first[1] >= steps
+
+
+def _pace(first: tuple[float, int], last: tuple[float, int]) -> float:
+    """Seconds a step."""
+    return (last[0] - first[0]) / (last[1] - first[1])
 
 
 def _followed(shown: float | None, estimate: float | None, passed: float) -> float | None:

@@ -287,6 +287,23 @@ def test_estimates_do_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(abs(later - former) for former, later in itertools.pairwise(known)) < 4
 
 
+def test_slow_first_steps_say_nothing_of_those_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, telemetry, left = StoppedClock(), cast(Any, FakeTelemetry()), SecondsLeft()
+    monkeypatch.setattr(trainer.console, "time", clock)
+    telemetry.compiler.compiling = None
+    telemetry.phase = "training"
+    for _ in range(10):  # steps of ten seconds: checks, kernels, graphs
+        for tick in range(20):
+            left.look(telemetry, 2010)
+            clock.now += 0.5
+            telemetry.steps_done += tick == 19
+    for _ in range(40):  # then twenty a second
+        left.look(telemetry, 2010)
+        clock.now += 0.5
+        telemetry.steps_done += 10
+    assert left.training == pytest.approx(80, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("seconds", "says"),
     [

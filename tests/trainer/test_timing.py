@@ -289,3 +289,17 @@ def test_each_process_is_asked_whatever_it_knows_itself() -> None:
     timing = Timing(loop, SimpleNamespace(), SimpleNamespace(meter=meter), lambda line: None, wanted=True)  # type: ignore[arg-type]
     timing._plan_first()
     assert asked == [False]
+
+
+def test_why_captured_steps_of_several_processes_have_no_windows_is_said() -> None:
+    loop: Any = SimpleNamespace(world_size=2, all_ranks=bool, steps_done=50, log_every_n_steps=50)
+    meter = SimpleNamespace(median_seconds=1.0, ended=50, steady=SimpleNamespace(seconds=[1.0] * STEADY_STEPS))
+    program: Any = SimpleNamespace(report={}, regions=[], step=object(), replays=0)
+    telemetry: Any = SimpleNamespace(meter=meter)
+    timing = Timing(loop, program, telemetry, lambda line: None, wanted=True)
+    timing.after(stepped=True)
+    record = RunRecord(task="micro", strategies=[{"name": "cuda_graph"}], status="finished")
+    record.report = program.report
+    assert "captured steps of several processes are not interrupted" in str(run_verdict(record))
+    timing.close()
+    assert program.report == record.report

@@ -151,6 +151,9 @@ class Timing(StepHook):
             return
         if self._loop.world_size > 1 and program.step is not None:
             self._wanted = False  # an eager step beside graphs that hold collectives was not tried
+            program.report.setdefault("slowdown", {})["reason"] = (
+                "captured steps of several processes are not interrupted"
+            )
             return
         self._planned = True
         self._plan(2 * median * (1 + WINDOW), gap=0)
