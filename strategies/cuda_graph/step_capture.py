@@ -36,7 +36,7 @@ from strategies.cuda_graph.step_graphs import (
     StepGraphs,
     on_stream,
 )
-from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
+from strategies.loop_protocol import Loop, MicroBatch, StepHook
 from strategies.optimizer.step import GraphedStep, graphed
 from strategies.region_state import entries_of
 from strategies.tolerance import rounding_unit
@@ -51,7 +51,7 @@ BATCH_INDEX = "batch_idx"
 
 class StepCapture(StepHook):
     """Runs the micro-batches of ``loop`` through ``graphs`` until ``close``; what it cannot capture runs as it is. It
-    is the innermost hook around a step.
+    is the innermost hook around a step, and the one to which the loop hands its steps.
 
     ``parity``: ``off`` compares no graph with steps that ran without it, see ``StepGraphs``.
     """
@@ -129,10 +129,6 @@ class StepCapture(StepHook):
         if self._network is not None:
             self._network.audit_next()
 
-    def left_out(self) -> contextlib.AbstractContextManager[None]:
-        """Micro-batches inside run in Python, in all processes: to check a region, or to time eager."""
-        return self._graphs.left_out()
-
     def facts(self) -> dict[str, Any]:
         of_networks = {} if self._network is None or not self._network.wanted else self._network.facts()
         return self._graphs.facts() | of_networks
@@ -148,12 +144,12 @@ class StepCapture(StepHook):
             self._optimizer.release()
             self._optimizer = None
 
-    def run(self, micro: MicroBatch, go: RunMicroBatch) -> dict[str, Any]:
+    def run(self, micro: MicroBatch) -> dict[str, Any]:
         """Run one micro-batch; returns what ``MicroBatch.run`` does."""
         self._take_optimizer()
         if self._graphs.given_up:
             with on_stream(self._loop.stream):
-                return go(micro)
+                return micro.run(micro.batch)
         constants = None
         if micro.ends and self._optimizer is not None:
             if self._of._optimizer_step_pre_hooks or self._of._optimizer_step_post_hooks:
@@ -168,7 +164,7 @@ class StepCapture(StepHook):
                         "its hyperparameters change all the time, and its kernels take them by value"
                     )
             if self._graphs.given_up:
-                return self.run(micro, go)
+                return self.run(micro)
         optimizer = self._optimizer if micro.ends else None
         calls = _Calls(self, micro, optimizer)
         try:
@@ -179,11 +175,11 @@ class StepCapture(StepHook):
             self._program.notes.append(f"cuda_graph: {error}; training_step was called a second time on this batch")
             if isinstance(error, CaptureFailed):
                 self._give_up_after(error, optimizer)
-            return self.run(micro, go)
+            return self.run(micro)
         except StateChanges as error:
             reset_fsdp_state(self._module, gradients=self._unreduced is None)
             self._stop(str(error))
-            return self.run(micro, go)
+            return self.run(micro)
         if micro.ends and optimizer is None:
             given = outputs
             outputs = micro.optimize(outputs)
