@@ -33,9 +33,8 @@ from strategies.tolerance import rounding_unit
 from strategies.torch_patches import static_marks_removed
 from trainer.advice import in_python, speaking_python
 from trainer.guards import Guarding
-from trainer.loops.training_info import NOT_STARTED, TrainingInfo
 from trainer.telemetry import PROFILE, hardware
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import NOT_STARTED, RunRecord, TrainingInfo
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
@@ -132,9 +131,11 @@ class Given:
 class CompiledTraining:
     """``trainer.callback.Compile`` without Lightning; it says what the arguments mean.
 
-    For good it has what it was given. Of a module it has the ``program``, with the ``strategies`` that are applied
-    to it: those that were given, or what ``auto`` has chosen. Each training has a ``record``, a ``telemetry`` and, from
-    ``begin`` to ``close``, a ``session``.
+    For good it has what it was given, the ``_preparation`` that imports Inductor meanwhile where a strategy needs it,
+    and the ``_script_run`` that begins and ends records where nobody else does. Of a module it has the ``program``,
+    with the ``strategies`` that are applied to it: those that were given, or what ``auto`` has chosen. Each training
+    has a ``record``, a ``telemetry`` and, from ``begin`` to ``close``, a ``session``. From ``apply_to`` to ``close``
+    ``_settings`` of the process are in force.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ class CompiledTraining:
         with speaking_python(self._in_script):
             begin(self.strategies, self.program)
         if self._script_run is not None:
-            self._script_run.begin(self.record, self.program.module, loop, logs)
+            self._script_run.begin(self.record, self.program.module, loop, logs or TrainingInfo(folder=None))
         self._log_notes(self.program)
         pages = TensorBoardPages(loop)
         self.session = session = Session(self.program, loop)
