@@ -68,23 +68,26 @@ class StepCapture(StepHook):
         self._left_over = False
         """Whether gradients of a step without a graph are still there."""
         self._optimizer: GraphedStep | None = None
-        graphs.notes, graphs.parts = program.notes, _Parts(program, lambda: self._optimizer)
-        if parity != "off":
-            unit = rounding_unit(program.precision, loop.device, self._module)
-            graphs.repeating = StepRecorder(loop.device, parity, unit, random=graphs.random)
-        self._network = program.network
-        if self._network is not None:
-            self._network.begin(program, graphs.parts, loop.unreadable_types, parity)
-            graphs.beside, graphs.shape_rejected = self._network.within, self._network.enable
+        parts, several = _Parts(program, lambda: self._optimizer), loop.world_size > 1
+        unit = rounding_unit(program.precision, loop.device, self._module)
+        self._network = network = program.network
+        graphs.begin(
+            parts=parts,
+            notes=program.notes,
+            repeating=None if parity == "off" else StepRecorder(loop.device, parity, unit, random=graphs.random),
+            beside=contextlib.nullcontext if network is None else network.within,
+            shape_rejected=(lambda: None) if network is None else network.enable,
+            min_over_ranks=loop.min_over_ranks if several else None,
+            warmup_steps=loop.capture_warmup_steps if several else 0,
+        )
+        if network is not None:
+            network.begin(program, parts, loop.unreadable_types, parity)
             if graphs.given_up:
-                self._network.enable_for_all_steps()
+                network.enable_for_all_steps()
         for reason in () if graphs.given_up else loop.capture_obstacles():
             self._stop(reason)
-        if loop.world_size > 1:
-            graphs.several_ranks, graphs.min_over_ranks = True, loop.min_over_ranks
-            graphs.warmup_steps = loop.capture_warmup_steps
-            if loop.any_rank(graphs.given_up) and not graphs.given_up:
-                self._stop("another process captures no steps")
+        if several and loop.any_rank(graphs.given_up) and not graphs.given_up:
+            self._stop("another process captures no steps")
         self._of: Any = None
         self._take_optimizer()
 
