@@ -67,11 +67,6 @@ class StepHook:
     def before(self, batch: Any) -> None:
         """A micro-batch is on the device and about to run."""
 
-    def run(self, micro: MicroBatch, go: RunMicroBatch) -> dict[str, Any]:
-        """Run it by ``go``, in which the hooks further inside have their turn; returns its outputs. Not called where
-        the training step itself steps the optimizers (manual optimization)."""
-        return go(micro)
-
     def after(self, *, stepped: bool) -> None:
         """It is through, and with it an optimizer step where it ``stepped``."""
 
@@ -205,7 +200,8 @@ class Loop(Protocol):
         """What a step takes by value from the loop (clipping, accumulation), so that a graph holds for it alone."""
 
     def wrap_step(self, run: RunMicroBatch) -> Callable[[], None]:
-        """Let ``run`` run every micro-batch from now on; returns what undoes it. The session calls it, once."""
+        """Let ``run`` run every micro-batch from now on, the one that has begun included; returns what undoes it. The
+        session calls it where steps are captured."""
 
     def recording_logs(self) -> AbstractContextManager[list[tuple[LogCall, Any]]]:
         """Inside, what the training step logs is not logged but kept in the list."""

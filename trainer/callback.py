@@ -29,7 +29,7 @@ from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import leave_groups, lightning_classes, replaced, sigterm_kept
 from trainer.loops.rank_consistency import code_of, compare_facts
 from trainer.loops.rank_failures import Deadline, Failures
-from trainer.loops.training_info import TrainingInfo
+from trainer.telemetry.record import TrainingInfo
 from trainer.telemetry.serialization import flatten
 
 __all__ = ["Compile", "CompileFailed", "CompiledNothing", "ParityError"]

@@ -25,12 +25,11 @@ from strategies.compile_errors import one_line
 from strategies.compiler_warmup import stop_compiling
 from strategies.loop_protocol import Loop
 from trainer.console import ProgressView, print_end, relative_path, summary
-from trainer.loops.training_info import NOT_STARTED, TrainingInfo
 from trainer.report.run_verdict import run_verdict
 from trainer.sweep.environment import RECORDS_VARIABLE, origin
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
-from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.telemetry.record import FILE_NAME, NOT_STARTED, RunRecord, TrainingInfo
 from trainer.telemetry.source_lines import raised_at
 from trainer.telemetry.telemetry import Telemetry
 
@@ -94,7 +93,7 @@ class ScriptRun:
             view = ProgressView(self._console, style="plain", total=None, telemetry=telemetry, print_line=print_line)
             self._view.enter_context(view)
 
-    def begin(self, record: RunRecord, module: nn.Module, loop: Loop, logs: TrainingInfo | None) -> None:
+    def begin(self, record: RunRecord, module: nn.Module, loop: Loop, logs: TrainingInfo) -> None:
         """The training of ``module`` begins in ``loop``: write what is known of it, and claim a folder for it."""
         self._open = True
         self._console.quiet = not (self._verbose and loop.is_first_process)
@@ -102,7 +101,6 @@ class ScriptRun:
         root = Path.cwd() if script is None else script.parent
         for name, value in origin(self._strategies, sys.argv[1:], root=root).items():
             setattr(record, name, value)
-        logs = logs or TrainingInfo(folder=None)
         record.task, record.status = type(module).__name__, "running"
         record.script, record.entry = script_name(script), logs.entry
         record.seed, record.resumed_from = logs.seed, logs.resumed_from

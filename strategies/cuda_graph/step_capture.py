@@ -36,7 +36,7 @@ from strategies.cuda_graph.step_graphs import (
     StepGraphs,
     on_stream,
 )
-from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
+from strategies.loop_protocol import Loop, MicroBatch, StepHook
 from strategies.optimizer.step import GraphedStep, graphed
 from strategies.region_state import entries_of
 from strategies.tolerance import rounding_unit
@@ -51,7 +51,7 @@ BATCH_INDEX = "batch_idx"
 
 class StepCapture(StepHook):
     """Runs the micro-batches of ``loop`` through ``graphs`` until ``close``; what it cannot capture runs as it is. It
-    is the innermost hook around a step.
+    is the innermost hook around a step, and the one to which the loop hands its steps.
 
     ``parity``: ``off`` compares no graph with steps that ran without it, see ``StepGraphs``.
     """
@@ -68,23 +68,26 @@ class StepCapture(StepHook):
         self._left_over = False
         """Whether gradients of a step without a graph are still there."""
         self._optimizer: GraphedStep | None = None
-        graphs.notes, graphs.parts = program.notes, _Parts(program, lambda: self._optimizer)
-        if parity != "off":
-            unit = rounding_unit(program.precision, loop.device, self._module)
-            graphs.repeating = StepRecorder(loop.device, parity, unit, random=graphs.random)
-        self._network = program.network
-        if self._network is not None:
-            self._network.begin(program, graphs.parts, loop.unreadable_types, parity)
-            graphs.beside, graphs.shape_rejected = self._network.within, self._network.enable
+        parts, several = _Parts(program, lambda: self._optimizer), loop.world_size > 1
+        unit = rounding_unit(program.precision, loop.device, self._module)
+        self._network = network = program.network
+        graphs.begin(
+            parts=parts,
+            notes=program.notes,
+            repeating=None if parity == "off" else StepRecorder(loop.device, parity, unit, random=graphs.random),
+            beside=contextlib.nullcontext if network is None else network.within,
+            shape_rejected=(lambda: None) if network is None else network.enable,
+            min_over_ranks=loop.min_over_ranks if several else None,
+            warmup_steps=loop.capture_warmup_steps if several else 0,
+        )
+        if network is not None:
+            network.begin(program, parts, loop.unreadable_types, parity)
             if graphs.given_up:
-                self._network.enable_for_all_steps()
+                network.enable_for_all_steps()
         for reason in () if graphs.given_up else loop.capture_obstacles():
             self._stop(reason)
-        if loop.world_size > 1:
-            graphs.several_ranks, graphs.min_over_ranks = True, loop.min_over_ranks
-            graphs.warmup_steps = loop.capture_warmup_steps
-            if loop.any_rank(graphs.given_up) and not graphs.given_up:
-                self._stop("another process captures no steps")
+        if several and loop.any_rank(graphs.given_up) and not graphs.given_up:
+            self._stop("another process captures no steps")
         self._of: Any = None
         self._take_optimizer()
 
@@ -129,10 +132,6 @@ class StepCapture(StepHook):
         if self._network is not None:
             self._network.audit_next()
 
-    def left_out(self) -> contextlib.AbstractContextManager[None]:
-        """Micro-batches inside run in Python, in all processes: to check a region, or to time eager."""
-        return self._graphs.left_out()
-
     def facts(self) -> dict[str, Any]:
         of_networks = {} if self._network is None or not self._network.wanted else self._network.facts()
         return self._graphs.facts() | of_networks
@@ -148,12 +147,12 @@ class StepCapture(StepHook):
             self._optimizer.release()
             self._optimizer = None
 
-    def run(self, micro: MicroBatch, go: RunMicroBatch) -> dict[str, Any]:
+    def run(self, micro: MicroBatch) -> dict[str, Any]:
         """Run one micro-batch; returns what ``MicroBatch.run`` does."""
         self._take_optimizer()
         if self._graphs.given_up:
             with on_stream(self._loop.stream):
-                return go(micro)
+                return micro.run(micro.batch)
         constants = None
         if micro.ends and self._optimizer is not None:
             if self._of._optimizer_step_pre_hooks or self._of._optimizer_step_post_hooks:
@@ -168,7 +167,7 @@ class StepCapture(StepHook):
                         "its hyperparameters change all the time, and its kernels take them by value"
                     )
             if self._graphs.given_up:
-                return self.run(micro, go)
+                return self.run(micro)
         optimizer = self._optimizer if micro.ends else None
         calls = _Calls(self, micro, optimizer)
         try:
@@ -179,11 +178,11 @@ class StepCapture(StepHook):
             self._program.notes.append(f"cuda_graph: {error}; training_step was called a second time on this batch")
             if isinstance(error, CaptureFailed):
                 self._give_up_after(error, optimizer)
-            return self.run(micro, go)
+            return self.run(micro)
         except StateChanges as error:
             reset_fsdp_state(self._module, gradients=self._unreduced is None)
             self._stop(str(error))
-            return self.run(micro, go)
+            return self.run(micro)
         if micro.ends and optimizer is None:
             given = outputs
             outputs = micro.optimize(outputs)

@@ -332,22 +332,11 @@ class StepGraphs:
         self.given_up = False
         """Whether nothing is, or will be, captured."""
         self.done_capturing = True
-        self.warmup_steps = 0
-        """Steps that run without a graph before the first capture, whatever their shapes."""
-        self.min_over_ranks: Callable[[int], int] = int
-        """Returns the smallest of the processes' numbers; each of them calls it."""
-        self.several_ranks = False
-        """Whether there are several."""
-        self.parts = CompiledParts()
-        self.repeating: StepRecorder | None = None
-        """Compares graphs with steps that ran without them; None with ``parity=off``."""
         self.holds_copies: Callable[[bool], Any] = lambda holds: None
         """Told before copies for a comparison are made, and once they are gone: their memory is not the training's."""
         self.audits: list[Audit] = []
         self.rejections: list[str] = []
         """Why steps were not captured, each reason once."""
-        self.notes: list[str] = []
-        """Lines for the user, one for each refusal; a program's own where its steps are captured."""
         self.unfit: StateChanges | None = None
         """Why this process is to capture no more, from the next step on."""
         self.differs: tuple[str, bool] | None = None
@@ -356,13 +345,38 @@ class StepGraphs:
         self._record: tuple[Variant, RecordedStep] | None = None
         """A recorded step that waits for its graph."""
         self._dropped = 0
-        self.shape_rejected: Callable[[], Any] = lambda: None
-        """Called when steps of one shape are not going to be captured."""
-        self.beside: Callable[[bool], AbstractContextManager[Any]] = lambda for_good: contextlib.nullcontext()
-        """Stands around a step that runs in Python, ``for_good`` or until it is captured."""
         self._wants_audit = self._left_out = False
         self._waited = self._deferred = 0
         self._looks = False
+        self.begin()
+
+    def begin(
+        self,
+        *,
+        parts: CompiledParts | None = None,
+        notes: list[str] | None = None,
+        repeating: StepRecorder | None = None,
+        beside: Callable[[bool], AbstractContextManager[Any]] = contextlib.nullcontext,
+        shape_rejected: Callable[[], Any] = lambda: None,
+        min_over_ranks: Callable[[int], int] | None = None,
+        warmup_steps: int = 0,
+    ) -> None:
+        """A training begins whose steps are captured.
+
+        Args:
+            parts: What runs compiled within a step: it has to be proven before a graph holds it. None = nothing.
+            notes: Gets a line for the user for each refusal.
+            repeating: Compares graphs with steps that ran without them; None with ``parity=off``.
+            beside: Stands around a step that runs in Python, ``for_good`` or until it is captured.
+            shape_rejected: Called when steps of one shape are not going to be captured.
+            min_over_ranks: Returns the smallest of the processes' numbers; each of them calls it. None = one process.
+            warmup_steps: Steps that run without a graph before the first capture, whatever their shapes.
+        """
+        self._parts, self._repeating = parts or CompiledParts(), repeating
+        self._beside, self._shape_rejected = beside, shape_rejected
+        self._notes: list[str] = [] if notes is None else notes
+        self._several_ranks, self._min_over_ranks = min_over_ranks is not None, min_over_ranks or int
+        self._warmup_steps = warmup_steps
 
     def run(self, kind: Hashable, batch: Any, calls: StepCalls, *, name: str) -> Any:
         """Run a step on ``batch`` and return its results.
@@ -436,7 +450,7 @@ class StepGraphs:
 
     def audit_next(self) -> None:
         """Take one of the next steps without its graph, and let the graph repeat it; all processes call it."""
-        self._wants_audit = self.repeating is not None
+        self._wants_audit = self._repeating is not None
         self._waited = self._deferred = 0
         self._looks = True
 
@@ -452,18 +466,18 @@ class StepGraphs:
     def eager(self, step: Step, batch: Any, *, for_good: bool = True) -> Any:
         """Run ``step`` without a graph; unless ``for_good``, as it will run in one."""
         self.eager_count += 1
-        with self.beside(for_good):
+        with self._beside(for_good):
             return self._engine.eager(as_capturing(not for_good)(lambda: step(batch)))
 
     def _reject_shape(self, shape: Shape, reason: str) -> None:
         shape.rejected = True
         self.reject(reason)
-        self.shape_rejected()
+        self._shape_rejected()
 
     def reject(self, reason: str) -> None:
         if reason not in self.rejections:
             self.rejections.append(reason)
-            self.notes.append(f"cuda_graph: {reason}")
+            self._notes.append(f"cuda_graph: {reason}")
 
     def release(self) -> None:
         """Let go of all graphs and their memory, also where the traceback of an error still holds a shape."""
@@ -484,7 +498,7 @@ class StepGraphs:
             "eager_steps": self.eager_count,
             "state_changes": self.changes,
             "refused": list(self.rejections),
-            **({} if self.repeating is None else {"parity": self._parity(self.repeating)}),
+            **({} if self._repeating is None else {"parity": self._parity(self._repeating)}),
         }
 
     def _parity(self, repeating: StepRecorder) -> dict[str, Any]:
@@ -515,12 +529,12 @@ class StepGraphs:
             return Plan.EAGER
         waiting = self._waiting_variant()
         if variant is not None and variant.replay is not None:
-            if waiting is not None and self.several_ranks:  # until all are at steps like those that they recorded
+            if waiting is not None and self._several_ranks:  # until all are at steps like those that they recorded
                 return Plan.CAPTURE if waiting is variant else Plan.EAGER
             if variant.trusted and not (self._wants_audit and self._is_due(variant)):
                 return Plan.REPLAY
-            looks = variant.trusted and self._looks and self.parts.due()  # at regions first, which run in Python then
-            if self.parts.ready() and not looks:
+            looks = variant.trusted and self._looks and self._parts.due()  # at regions first, which run in Python then
+            if self._parts.ready() and not looks:
                 return Plan.AUDIT
             self._deferred += 1
             self._wants_audit &= self._deferred <= MAX_DEFERRED
@@ -538,7 +552,7 @@ class StepGraphs:
                     reason = f"what the step reads on the host changes too often to capture it: {change}"
                     self.unfit = StateChanges(reason)
             return Plan.OBSERVE
-        if shape.waits or self.eager_count < self.warmup_steps or not self.parts.ready():
+        if shape.waits or self.eager_count < self._warmup_steps or not self._parts.ready():
             return Plan.EAGER
         if not self._needs_proof() or self._dropped >= MAX_RECORDS:
             return Plan.CAPTURE if shape.steady else Plan.EAGER
@@ -558,9 +572,9 @@ class StepGraphs:
 
     def _needs_proof(self) -> bool:
         """Whether the next graph has to repeat a step before it may train: each one with ``strict``, else the first."""
-        if self.repeating is None:
+        if self._repeating is None:
             return False
-        return self.repeating.mode == "strict" or not any(one.passed for one in self.audits)
+        return self._repeating.mode == "strict" or not any(one.passed for one in self.audits)
 
     def _is_due(self, variant: Variant) -> bool:
         """Whether an audit is to take this graph: one that had no more than others, or the next one after a while."""
@@ -569,7 +583,7 @@ class StepGraphs:
 
     def _agreed_plan(self, plan: Plan, changes: StateChanges | None = None) -> Plan:
         """What all processes do with this step. Raises StateChanges where one of them is to give up."""
-        agreed = Plan(self.min_over_ranks(plan if changes is None else Plan.GIVE_UP))
+        agreed = Plan(self._min_over_ranks(plan if changes is None else Plan.GIVE_UP))
         if agreed is Plan.GIVE_UP:
             raise changes or StateChanges("another process captures no steps any more")
         return agreed
@@ -577,18 +591,18 @@ class StepGraphs:
     def _same_record(self) -> bool:
         """Whether all processes have recorded the same step: their gradients meet in it."""
         number = 0 if self._record is None else self._record[1].number
-        return not self.several_ranks or self.min_over_ranks(number) == -self.min_over_ranks(-number)
+        return not self._several_ranks or self._min_over_ranks(number) == -self._min_over_ranks(-number)
 
     # ---- steps in Python -------------------------------------------------------------------------------------------
 
     def _run_without_graph(self, shape: Shape, batch: Any, calls: StepCalls) -> Any:
         """Without a graph."""
-        self.parts.begin()
+        self._parts.begin()
         observed = bool(shape.variants) and all(one.replay is None for one in shape.variants)
         if shape.rejected or self._left_out or not (observed or shape.waits or calls.is_plain()):
             results = self.eager(calls.run, batch, for_good=shape.rejected and not self._left_out)
             if not self._left_out:
-                shape.steady = self.parts.steady()
+                shape.steady = self._parts.steady()
         else:
             results = self._run_watched(shape, batch, calls)
         if not self._left_out:
@@ -600,7 +614,7 @@ class StepGraphs:
         """Without a graph, looking for what no capture permits; again and again, for a first step may fill a cache."""
         with self._engine.watching() as waits:
             results = self.eager(calls.run, batch, for_good=False)
-        shape.steady = self.parts.steady()
+        shape.steady = self._parts.steady()
         shape.waits = waits if shape.steady else []  # checks and compilers wait, too, and are in no capture
         self._in_vain(shape, shape.waits)
         return results
@@ -615,7 +629,7 @@ class StepGraphs:
         """Observed; and recorded at once where it runs what a captured one does."""
         record = None
         wanted = self._needs_proof() and self._dropped < MAX_RECORDS
-        if wanted and not self.several_ranks and self._record is None and calls.is_plain():
+        if wanted and not self._several_ranks and self._record is None and calls.is_plain():
             record = self._begin_record(tensors, None, calls)
         self.eager_count += 1
         results, observation = self._engine.eager(lambda: calls.observe(batch))
@@ -633,30 +647,30 @@ class StepGraphs:
     def _run_recorded(self, shape: Shape, variant: Variant, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
         self._drop_record()
         record = self._begin_record(tensors, variant, calls)
-        self.parts.begin()
-        with self.parts.alone():
+        self._parts.begin()
+        with self._parts.alone():
             results = self._run_watched(shape, batch, calls)
         if record is not None:
             self._end_record(variant, record, results, calls)
         as_captured = shape.steady and not shape.waits
-        if not self.min_over_ranks(self._record is not None and as_captured):
+        if not self._min_over_ranks(self._record is not None and as_captured):
             self._drop_record()
-            self._dropped += bool(self.min_over_ranks(as_captured))
+            self._dropped += bool(self._min_over_ranks(as_captured))
         return results
 
     def _begin_record(self, tensors: list[Tensor], variant: Variant | None, calls: StepCalls) -> RecordedStep | None:
-        assert self.repeating is not None
+        assert self._repeating is not None
         self.holds_copies(True)
         copies = [one.clone() for one in tensors]
-        record = self.repeating.begin(self._number, copies, self._state(variant, calls), calls.scalars())
+        record = self._repeating.begin(self._number, copies, self._state(variant, calls), calls.scalars())
         if record is None:
             self._no_memory()
             self.holds_copies(False)
         return record
 
     def _end_record(self, variant: Variant, record: RecordedStep, results: Any, calls: StepCalls) -> None:
-        assert self.repeating is not None
-        done = self.repeating.end(record, self._state(variant, calls), calls.left(results), later=True)
+        assert self._repeating is not None
+        done = self._repeating.end(record, self._state(variant, calls), calls.left(results), later=True)
         self._record = None if done is None else (variant, record)
         if done is None:
             self._free_record(record)
@@ -673,10 +687,10 @@ class StepGraphs:
 
     def _no_memory(self) -> None:
         """Proven, or without a graph."""
-        assert self.repeating is not None
+        assert self._repeating is not None
         if self._needs_proof():
             self.unfit = StateChanges(
-                f"replays cannot be compared with steps: {self.repeating.short}; parity=off captures without comparing"
+                f"replays cannot be compared with steps: {self._repeating.short}; parity=off captures without comparing"
             )
 
     def _state(self, variant: Variant | None, calls: StepCalls) -> dict[str, dict[str, Tensor]]:
@@ -699,13 +713,13 @@ class StepGraphs:
                 with warnings.catch_warnings():
                     # torch warns that a graph without kernels is empty; an empty graph is an error of its own below.
                     warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                    with self.parts.alone():
+                    with self._parts.alone():
                         made = self._engine.capture(lambda: calls.run(batch))
             except Exception as failed:
                 error = failed
             else:
                 after = calls.after_capture()
-        if not self.min_over_ranks(error is None):
+        if not self._min_over_ranks(error is None):
             self.release()  # the graphs of all, see ``CudaEngine.capture``
             shape.rejected = True
             reason = "another process could not capture it" if error is None else why_not_captured(error)
@@ -733,24 +747,24 @@ class StepGraphs:
 
     def _run_audited(self, shape: Shape, variant: Variant, batch: Any, tensors: list[Tensor], calls: StepCalls) -> Any:
         """Without its graph, which repeats the step then; what the step has left in Python stays."""
-        assert self.repeating is not None
+        assert self._repeating is not None
         self._wants_audit = False
         record, done = self._begin_record(tensors, variant, calls), None
-        self.parts.begin()
-        with self.parts.alone():
+        self._parts.begin()
+        with self._parts.alone():
             results = self.eager(calls.run, batch, for_good=False)
-        steady = self.parts.steady()
+        steady = self._parts.steady()
         if record is not None and steady:
-            done = self.repeating.end(record, self._state(variant, calls), calls.left(results), later=False)
+            done = self._repeating.end(record, self._state(variant, calls), calls.left(results), later=False)
         variant.audits += 1
-        if self.min_over_ranks(record is not None and done is not None):
+        if self._min_over_ranks(record is not None and done is not None):
             assert record is not None
             self._graph_repeats(shape, variant, record, calls, fresh=False)
         elif not steady:  # once more
             self._deferred += 1
             self._wants_audit = self._deferred <= MAX_DEFERRED
         elif not variant.trusted:
-            reason = self.repeating.short or "a step of it replaces some tensors by others"
+            reason = self._repeating.short or "a step of it replaces some tensors by others"
             self.unfit = StateChanges(f"{shape.name}: its graph cannot be checked: {reason}")
         if record is not None:
             self._free_record(record)
@@ -761,7 +775,7 @@ class StepGraphs:
     ) -> bool:
         """Whether the graph of ``variant`` leaves what the recorded step has left, in all processes. ``fresh``: it has
         just been captured, and its gradients are where it has put them."""
-        assert self.repeating is not None
+        assert self._repeating is not None
         assert variant.replay is not None
 
         def left() -> Left:
@@ -770,9 +784,9 @@ class StepGraphs:
             return found if fresh else {kind: found[kind] for kind in found if kind != "gradient"}
 
         began = time.perf_counter()
-        found = self.repeating.repeat(record, variant.replay, variant.inputs, calls.scalars(), left)
+        found = self._repeating.repeat(record, variant.replay, variant.inputs, calls.scalars(), left)
         wrong = exceeding(found)
-        passed = bool(self.min_over_ranks(not wrong))
+        passed = bool(self._min_over_ranks(not wrong))
         seconds = time.perf_counter() - began
         self.audits.append(Audit(name=shape.name, differences=found, first=fresh, passed=passed, seconds=seconds))
         if passed:

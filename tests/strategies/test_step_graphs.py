@@ -113,9 +113,10 @@ def doubled(graphs: StepGraphs, rows: int, *, kind: str = "step") -> Tensor:
     return multiplied(graphs, rows, Host(), kind=kind)
 
 
-def compared(graphs: StepGraphs, mode: str = "on") -> StepRecorder:
-    graphs.repeating = StepRecorder(torch.device("cpu"), mode, random=graphs.random)
-    return graphs.repeating
+def compared(graphs: StepGraphs, mode: str = "on", **others: Any) -> StepRecorder:
+    recorder = StepRecorder(torch.device("cpu"), mode, random=graphs.random)
+    graphs.begin(repeating=recorder, **others)
+    return recorder
 
 
 def test_every_shape_runs_before_its_capture(engine: Failing) -> None:
@@ -232,11 +233,6 @@ def together(
     """Run the steps of two processes side by side, each on its own thread; returns their graphs and errors."""
     wishes, barrier = [0, 0], threading.Barrier(2, timeout=200)
     found: list[tuple[StepGraphs, list[str]]] = []
-    for engine in engines:
-        found.append((StepGraphs(engine), []))
-        found[-1][0].several_ranks = True
-        if mode != "off":
-            compared(found[-1][0], mode)
 
     def agree(rank: int, wish: int) -> int:
         wishes[rank] = wish
@@ -245,9 +241,15 @@ def together(
         barrier.wait()
         return least
 
+    for rank, engine in enumerate(engines):
+        found.append((StepGraphs(engine), []))
+        if mode == "off":
+            found[-1][0].begin(min_over_ranks=partial(agree, rank))
+        else:
+            compared(found[-1][0], mode, min_over_ranks=partial(agree, rank))
+
     def process(rank: int) -> None:
         graphs, errors = found[rank]
-        graphs.min_over_ranks = partial(agree, rank)
         weight = torch.zeros(())
         for number in rows[rank]:
             try:
@@ -485,7 +487,7 @@ def test_what_a_check_within_a_step_waits_for_is_none_of_the_steps(engine: Faili
             return super().run(batch)
 
     graphs, host, parts = StepGraphs(engine), Host(), Checked()
-    graphs.parts = parts
+    graphs.begin(parts=parts)
     for step in range(12):
         parts.now = step < 5
         graphs.run("step", torch.ones(4), Reads(host), name="step")
@@ -516,7 +518,7 @@ def test_a_step_left_out_of_a_rejected_shape_leaves_captured_modules_out_as_well
         replayed.append(for_good)
         return nullcontext()
 
-    graphs.beside = beside
+    graphs.begin(beside=beside)
     for _ in range(8):
         graphs.run("step", torch.ones(4), Reads(host), name="step")
     assert replayed[-1], "its modules may be replayed in a step that stays Python"
@@ -529,7 +531,7 @@ def test_a_step_left_out_of_a_rejected_shape_leaves_captured_modules_out_as_well
 def test_a_replay_that_is_one_percent_off_is_found_in_every_precision(unit: float) -> None:
     host, weight = Host(), torch.ones(64)
     graphs = StepGraphs(Faulty(weight))
-    graphs.repeating = StepRecorder(torch.device("cpu"), "on", unit, random=graphs.random)
+    graphs.begin(repeating=StepRecorder(torch.device("cpu"), "on", unit, random=graphs.random))
     for _ in range(3):
         multiplied(graphs, 4, host, weight=weight)
     assert [one.passed for one in graphs.audits] == [False, False]

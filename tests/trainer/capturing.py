@@ -39,8 +39,8 @@ class Captured(L.Callback):
         begin(self._strategies, self.program)
         self.program.found = None  # nobody looks at what the first steps call
         assert self.program.step is not None
-        self.capture = capture = StepCapture(loop, self.program, self.program.step, parity=self._parity)
-        self._unwrap_step = loop.wrap_step(lambda micro: capture.run(micro, lambda one: one.run(one.batch)))
+        self.capture = StepCapture(loop, self.program, self.program.step, parity=self._parity)
+        self._unwrap_step = loop.wrap_step(self.capture.run)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert self.program is not None

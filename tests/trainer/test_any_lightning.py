@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ def test_eager_is_measured_by_the_same_callback(tmp_path: Path) -> None:
     compile_ = Compile(warmup_steps=1)
     assert fit(Blocks(), tmp_path, [compile_]) == fit(Blocks(), tmp_path, [])
     assert (compile_.record.label, compile_.record.steady_steps, compile_.record.graphs) == ("eager", 5, None)
+
+
+def test_a_traceback_of_the_users_step_is_lightnings_own(tmp_path: Path) -> None:
+    class Fails(Blocks):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 2:
+                raise RuntimeError("the user's")
+            return super().training_step(batch, batch_idx)
+
+    frames: list[list[str]] = []
+    for callbacks in ([], [Compile([Regional(backend="aot_eager")])]):
+        with pytest.raises(RuntimeError, match="the user's") as error:
+            fit(Fails(), tmp_path, callbacks)
+        frames.append([frame.name for frame in traceback.extract_tb(error.tb)])
+    assert frames[1] == frames[0]
 
 
 def test_a_loss_may_be_a_row_of_one_number(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_eager_launches_ahead_in_a_window_as_it_does_without_one(
     )  # fmt: skip
     meter = SimpleNamespace(median_seconds=1.0, ended=10)
     telemetry: Any = SimpleNamespace(began=0.0, meter=meter, leave_out=lambda: None)
-    program: Any = SimpleNamespace(replays=0, report={})
+    program: Any = SimpleNamespace(replays=0, report={}, step=None)
     timing = Timing(loop, program, telemetry, lambda line: None, wanted=True)
     timing._next = 10
     for number in range(2 * (1 + WINDOW)):

@@ -13,19 +13,16 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strategies import Program
 from strategies.base import eager
-from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
+from strategies.loop_protocol import Loop, StepHook
 from trainer.telemetry import hardware
 from trainer.telemetry.machine_monitor import now
 from trainer.telemetry.meter import StepClock
 from trainer.telemetry.serialization import number
 from trainer.telemetry.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from strategies.cuda_graph.step_capture import StepCapture
 
 STEADY_STEPS = 20
 """Steady steps after which windows begin."""
@@ -60,11 +57,9 @@ class Timing(StepHook):
         program: Program,
         telemetry: Telemetry,
         slower: Callable[[str], None],
-        capture: StepCapture | None = None,
         *,
         wanted: bool,
     ) -> None:
-        self._capture = capture
         self._loop, self._program, self._telemetry, self._slower = loop, program, telemetry, slower
         self._wanted = wanted
         self._windows: list[Window] = []
@@ -93,19 +88,14 @@ class Timing(StepHook):
         if self._in_eager:
             self._peak = hardware.peak_bytes(self._loop.device)
             self._eagerly.enter_context(eager(self._program))
+            if self._program.step is not None:
+                self._eagerly.enter_context(self._program.step.left_out())
         if self._clock is None:
             self._clock = StepClock(self._loop.device)
         if not self._laps:
             hardware.synchronize(self._loop.device)  # for what the other half has launched
         self._replays = self._program.replays
         self._step_began = self._clock.now()
-
-    def run(self, micro: MicroBatch, go: RunMicroBatch) -> dict[str, Any]:
-        """In an eager window, without a graph."""
-        if self._capture is None or self._window is None or not self._in_eager:
-            return go(micro)
-        with self._capture.left_out():
-            return go(micro)
 
     def after(self, *, stepped: bool) -> None:
         if not self._wanted or not stepped:

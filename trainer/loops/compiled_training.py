@@ -27,15 +27,14 @@ from torch import nn
 from strategies import Program, Ragged, Stage, Strategy
 from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, ordered
 from strategies.compiler_warmup import Preparation
-from strategies.loop_protocol import Loop, MicroBatch, RunMicroBatch, StepHook
+from strategies.loop_protocol import Loop, StepHook
 from strategies.regions import uncompile
 from strategies.tolerance import rounding_unit
 from strategies.torch_patches import static_marks_removed
 from trainer.advice import in_python, speaking_python
 from trainer.guards import Guarding
-from trainer.loops.training_info import NOT_STARTED, TrainingInfo
 from trainer.telemetry import PROFILE, hardware
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import NOT_STARTED, RunRecord, TrainingInfo
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
 
@@ -68,49 +67,38 @@ class Hooks:
 
 
 class Session:
-    """What runs the steps of one training of ``program`` in ``loop``, with ``hooks`` around them.
+    """One training of ``program`` in ``loop``, with ``hooks`` around its steps.
 
-    A batch begins by ``before`` once it is on the device, its micro-batches go to ``run`` where the loop lets itself be
-    taken over, and ``after`` comes once it is through. Nothing of the user's is called more often by that.
+    A batch begins by ``before`` once it is on the device, and ``after`` comes once it is through. In between the loop
+    runs its own step; where steps are captured, it hands the step to ``hooks.capture`` instead. Nothing of the user's
+    is called more often by that.
     """
 
     def __init__(self, program: Program, loop: Loop) -> None:
         self.program, self.loop = program, loop
         self.hooks = Hooks()
         self._around: list[StepHook] = []
-        self._give_back: Callable[[], None] = lambda: None
-        """Gives the loop its own steps back."""
+        self._unwrap_step: Callable[[], None] = lambda: None
         self.set_aside: dict[int, tuple[list[Region], dict[Any, Kind], list[Check]]] = {}
         """What strategies have compiled that a chooser tried, by their identity."""
 
     def put_around(self, hooks: Hooks) -> None:
         """From the next step on, ``hooks`` stand around it."""
+        self.unwrap_step()
         self.hooks, self._around = hooks, hooks.in_order()
+        if hooks.capture is not None and not self.loop.manual:
+            self._unwrap_step = self.loop.wrap_step(hooks.capture.run)
 
-    def take_steps(self) -> None:
-        """The loop hands its micro-batches to ``run``, until ``give_back``."""
-        self._give_back = self.loop.wrap_step(self.run)
-
-    def give_back(self) -> None:
+    def unwrap_step(self) -> None:
         """The loop runs its own steps again."""
-        self._give_back()
-        self._give_back = lambda: None
+        self._unwrap_step()
+        self._unwrap_step = lambda: None
 
     def before(self, batch: Any) -> None:
         """``batch`` is on the device and its step begins: regions are in force until it is through."""
         for hook in self._around:
             hook.before(batch)
         self.program.activate(True)
-
-    def run(self, micro: MicroBatch) -> dict[str, Any]:
-        """The step, within the hooks that stand around it."""
-        return self._run(0, micro)
-
-    def _run(self, place: int, micro: MicroBatch) -> dict[str, Any]:
-        if place == len(self._around):
-            return micro.run(micro.batch)
-        inner: RunMicroBatch = lambda one: self._run(place + 1, one)  # noqa: E731
-        return self._around[place].run(micro, inner)
 
     def after(self, *, stepped: bool) -> None:
         """The batch is through, and an optimizer step is done where it ``stepped``: modules are plain again."""
@@ -143,9 +131,11 @@ class Given:
 class CompiledTraining:
     """``trainer.callback.Compile`` without Lightning; it says what the arguments mean.
 
-    For good it has what it was given. Of a module it has the ``program``, with the ``strategies`` that are applied
-    to it: those that were given, or what ``auto`` has chosen. Each training has a ``record``, a ``telemetry`` and, from
-    ``begin`` to ``close``, a ``session``.
+    For good it has what it was given, the ``_preparation`` that imports Inductor meanwhile where a strategy needs it,
+    and the ``_script_run`` that begins and ends records where nobody else does. Of a module it has the ``program``,
+    with the ``strategies`` that are applied to it: those that were given, or what ``auto`` has chosen. Each training
+    has a ``record``, a ``telemetry`` and, from ``begin`` to ``close``, a ``session``. From ``apply_to`` to ``close``
+    ``_settings`` of the process are in force.
     """
 
     def __init__(
@@ -309,7 +299,7 @@ class CompiledTraining:
         with speaking_python(self._in_script):
             begin(self.strategies, self.program)
         if self._script_run is not None:
-            self._script_run.begin(self.record, self.program.module, loop, logs)
+            self._script_run.begin(self.record, self.program.module, loop, logs or TrainingInfo(folder=None))
         self._log_notes(self.program)
         pages = TensorBoardPages(loop)
         self.session = session = Session(self.program, loop)
@@ -322,8 +312,6 @@ class CompiledTraining:
             make: Any = pkgutil.resolve_name(choosing.chooser)
             chooser = make(choosing, loop, self.program, self.telemetry, self.switch)
         session.put_around(self._hooks(session, chooser))
-        if self.strategies and not loop.manual:
-            session.take_steps()
 
     def _hooks(self, session: Session, chooser: Chooser | None, checked: Sequence[Check] = ()) -> Hooks:
         """What stands around a step; nothing where there is nothing to guard. ``checked``: first checks of what is
@@ -346,7 +334,7 @@ class CompiledTraining:
         hooks.checks.first += checked
         asked = guarding.parity != "off" or guarding.on_slower == "eager"
         timed = asked and chooser is None
-        hooks.timing = Timing(loop, program, self.telemetry, self._found_slower, hooks.capture, wanted=timed)
+        hooks.timing = Timing(loop, program, self.telemetry, self._found_slower, wanted=timed)
         if padding is not None and padding.warm and padding.edges:
             hooks.recompiles = RecompileGuard(padding, program, loop, self.telemetry.compiler, words=self._words)
         if program.found is not None:
@@ -518,7 +506,7 @@ class CompiledTraining:
         """Let the strategies undo what must not outlive the run; restore the process-wide compiler settings."""
         with self._settings:
             if self.session is not None:
-                self.session.give_back()
+                self.session.unwrap_step()
             if self.program is not None and self._open:
                 self._open = False
                 try:

@@ -29,7 +29,7 @@ from strategies.padding import length_of, to_edge
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.distributed import SingleProcessLoop
 from trainer.loops.lightning_internals import replace, replaced
-from trainer.loops.training_info import TrainingInfo
+from trainer.telemetry.record import TrainingInfo
 
 LOGGED = "speed/"
 """Begins the names of figures that go into the Trainer's own log, which is printed, too; TensorBoard has all."""

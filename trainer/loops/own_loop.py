@@ -35,9 +35,8 @@ from strategies import Strategy
 from strategies.padding import length_of, to_edge
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.plain import AUTOCAST, PlainLoop
-from trainer.loops.training_info import TrainingInfo
 from trainer.run_end import main_script
-from trainer.telemetry.record import RunRecord
+from trainer.telemetry.record import RunRecord, TrainingInfo
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -59,17 +59,18 @@ class PlainLoop(SingleProcessLoop):
         self.step_function = loss
         self._progress = SimpleNamespace(steps=0, batches=0)
         self._epoch = self._began = 0
-        self._run: RunMicroBatch = lambda micro: micro.run(micro.batch)
+        self._wrapped: RunMicroBatch | None = None
 
     def epoch_begins(self, epoch: int) -> None:
         """Batches are counted anew."""
         self._epoch, self._began = epoch, self._progress.batches
 
     def train_on_batch(self, batch: Any) -> Tensor | None:
-        """Run ``batch`` by whoever has taken the loop over; returns its loss, detached and divided by
+        """Run ``batch``, or have it run, see ``wrap_step``; returns its loss, detached and divided by
         ``micro_batches``."""
         micro = PlainMicroBatch(self, batch, self._progress.batches)
-        loss: Tensor | None = self._run(micro).get("loss")
+        outputs = micro.run(batch) if self._wrapped is None else self._wrapped(micro)
+        loss: Tensor | None = outputs.get("loss")
         self._progress.batches += 1
         if micro.ends:
             for schedule in self.schedulers:
@@ -154,8 +155,7 @@ class PlainLoop(SingleProcessLoop):
         return ()
 
     def wrap_step(self, run: RunMicroBatch) -> Callable[[], None]:
-        before = self._run
-        return replace(self, "_run", lambda micro: run(PlainMicroBatch(self, micro.batch, micro.index, before)))
+        return replace(self, "_wrapped", run)
 
     def around_save(self, saved: Callable[[str], None]) -> Callable[[], None]:
         return lambda: None  # it writes no checkpoint
@@ -164,16 +164,14 @@ class PlainLoop(SingleProcessLoop):
 class PlainMicroBatch:
     """One batch of a ``PlainLoop``; see ``MicroBatch``."""
 
-    def __init__(self, loop: PlainLoop, batch: Any, index: int, run: RunMicroBatch | None = None) -> None:
-        self._loop, self.batch, self.index, self._original = loop, batch, index, run
+    def __init__(self, loop: PlainLoop, batch: Any, index: int) -> None:
+        self._loop, self.batch, self.index = loop, batch, index
         self.arguments: Mapping[str, Any] = loop.arguments(batch, index)
         self.begins = index % loop.micro_batches == 0
         self.ends = (index + 1) % loop.micro_batches == 0
         self._steps = loop.steps_done
 
     def run(self, batch: Any) -> dict[str, Any]:
-        if self._original is not None:
-            return self._original(PlainMicroBatch(self._loop, batch, self.index))
         outputs = self.forward_backward(batch)
         if self.ends:
             self._loop.optimize()

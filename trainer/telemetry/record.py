@@ -22,6 +22,8 @@ SCHEMA = 2
 """Raised when the meaning of a field changes. Until 2 (2026-11-28; the program of 2026-11-27 wrote 1 still) a run took
 steps before its first one, whose seconds are in ``warmup_seconds`` and whose compiling is in ``compile_seconds``."""
 READ = (1, SCHEMA)
+NOT_STARTED = "not started"
+"""Status of a record whose training is still to come."""
 EXPECTED = re.compile(
     r"grad_mode|autocast|\.training\b|requires_grad|dispatch key|(size|stride|rank) mismatch|\.(size|stride)\(\)| % "
 )
@@ -494,6 +496,23 @@ FORMER_DEFAULTS = {
     },
 }
 """Parameters that only older records have, where they say no more than what a strategy does today."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingInfo:
+    """What the framework that runs a training says of it for its record."""
+
+    folder: Path | None
+    """Where the training's logs go; None for no file."""
+    shared: bool = False
+    """Whether other trainings log into the same folder."""
+    batch_size: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Options of the framework's trainer that a step depends on."""
+    entry: str = "Compile"
+    """See ``RunRecord.entry``."""
+    resumed_from: str | None = None
+    seed: int | None = None
 
 
 def set_parameters(record: RunRecord) -> dict[str, str]:
