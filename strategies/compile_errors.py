@@ -84,8 +84,15 @@ REPLACED = {
     "does not currently support double backward": (
         f"a gradient of its gradient is taken (create_graph=True), and compiled code has none; {SECOND_ORDER}"
     ),
+    "qualname: record_function.__enter__": (
+        "record_function.__enter__ is not traced; Lightning's PyTorchProfiler calls it in a hook on each module: "
+        "PyTorchProfiler(record_module_names=False) does not"
+    ),
 }
 """What takes the place of torch's words, by a piece of them."""
+_NOT_TRACED = ("Attempted to inline function marked as skipped", "Skip calling")
+"""How Dynamo begins where it does not look into a function, which it names further down."""
+_ITS_NAME = re.compile(r"(?:qualname: |<function )([\w.]+)")
 INNER_GRADIENT = ("requires_grad_() call", "torch.autograd.grad` with")
 """In what Dynamo says of a gradient that a forward takes."""
 REMEDY = "on_compile_error=eager runs such regions eager; fullgraph=false compiles around what breaks a graph"
@@ -108,6 +115,8 @@ def one_line(error: BaseException) -> str:
     text = f"{name}: {lines[0]}"
     if len(lines) > 1 and lines[0].endswith(":"):  # the reason itself stands on the next line
         text += f" {lines[1]}"
+    if lines[0].startswith(_NOT_TRACED) and (function := _ITS_NAME.search(str(error))):
+        text += f": {function[1]}"
     if len(text) > LONGEST:  # every key of a state dict that does not fit
         text = f"{text[:LONGEST]} ..."
     if "from user code:" in lines[:-1]:

@@ -61,7 +61,7 @@ FEW = 64
 """Entries of a container up to which those that are exact are compared, beside their count."""
 _ROW, _AT_ONCE = 1024, 4096
 """Words of eight bytes that one number of a ``Large`` stands for, and how many of these a GPU makes together."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_LOOKED_INTO = (Dataset, DataLoader, Sampler, numpy.memmap, torch.optim.Optimizer)
 _FRAMEWORKS = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "torch.distributed.")
 """Packages whose trainers, loggers and shards a module may hold: nothing that a region's forward writes to."""
@@ -90,8 +90,9 @@ _CLOSED: tuple[type, ...] = (
 """Objects whose insides nobody can put back, or not without harm to another thread."""
 
 PutBack = Callable[[], Any]
-Changed = tuple[Any, list[str]]
-"""An object (None: the globals of the user's functions) and the names of those of its attributes that change."""
+Changed = tuple[Any, list[str], Callable[[], Any] | None]
+"""An object (None: the globals of the user's functions), the names of those of its attributes that change, and how
+it is found by a global's name, which may be bound to another one by the next call; None where it has none."""
 Held = tuple[Any, str]
 """An object, and where it was found in words that a user finds again: ``self.sampler.stream``."""
 
@@ -145,7 +146,9 @@ class RegionState:
         self._keep(module, "self")
         scripts = [one for one in modules if isinstance(one, torch.jit.ScriptModule)]  # tensors lie in C++
         self._keep([buffer for script in scripts for buffer in script.buffers(recurse=False)], "TorchScript")
-        hooks = {id(hook): hook for part in modules for name in _HOOKS for hook in getattr(part, name).values()}
+        hooked = [getattr(part, name) for part in modules for name in _HOOKS]
+        hooked += [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]  # of every module there is
+        hooks = {id(hook): hook for one in hooked for hook in one.values()}
         self._keep(list(hooks.values()), "a hook")
         for owner, name, value in itertools.chain.from_iterable(map(_outside_of, {type(m) for m in modules})):
             if (held := self._keep_bound(owner, name, value)) is not None:
@@ -157,7 +160,10 @@ class RegionState:
         self._keep([one for hook in hooks.values() for one in _used_by(hook)], "what a hook writes to")
         self._keep(arguments, "an argument")
         self._of_arguments = False
-        for value, names in changed or []:
+        for value, names, find in changed or []:
+            if find is not None:
+                with contextlib.suppress(KeyError, AttributeError):  # the name is gone
+                    value = find()
             self._keep_named(value, names)
         self._changed = [] if changed is None else changed
         self.random = random_state()
@@ -169,25 +175,29 @@ class RegionState:
     def restore(self, *, weights: bool = True) -> None:
         """Put everything back, ``weights`` too; can be done any number of times."""
         for parameter, data, kept in self._weights if weights else ():
-            if parameter.data_ptr() != data.data_ptr():
+            if parameter.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
                 parameter.data = data
             parameter.data.copy_(kept)
         for put_back in self._put_back:
             put_back()
         for tensor, kept in self._tensors.values():
-            tensor.data.copy_(kept)
+            if tensor.shape == kept.shape:
+                tensor.data.copy_(kept)
+            else:  # resized by the forward, as an observer of torch.ao.quantization resizes its buffers
+                tensor.data = kept.clone()
         set_random_state(self.random)
 
-    def remember(self, value: Any, names: Iterable[str]) -> bool:
+    def remember(self, value: Any, names: Iterable[str], find: Callable[[], Any] | None = None) -> bool:
         """Put ``value`` back as well, of which nothing has changed yet: those of its attributes that are named, where
-        there are any. Returns whether that can be; None stands for the globals of the user's functions."""
+        there are any. Returns whether that can be; None stands for the globals of the user's functions. ``find``
+        returns what has taken its place by a later call."""
         names = list(names)
         key = 0 if value is None else id(value)
         if key in self._restored or key in self._tensors or (names and all((key, one) in self._bound for one in names)):
             return True
         if value is None:
             return False
-        self._changed.append((value, names))
+        self._changed.append((value, names, find))
         return self._keep_named(value, names)
 
     def _keep_named(self, value: Any, names: list[str]) -> bool:

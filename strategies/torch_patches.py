@@ -542,9 +542,9 @@ def _settings(config: Any) -> dict[str, Any]:
 # the same. That is asked here, before any of it runs, so that a forward that changes what cannot be put back is never
 # run once more.
 
-Remember = Callable[[Any, Iterable[str]], bool]
-"""Given an object, and the names of its attributes that change: copies what it holds now, to be put back; returns
-whether that can be. Of globals the object is None."""
+Remember = Callable[[Any, Iterable[str], Callable[[], Any] | None], bool]
+"""Given an object, the names of its attributes that change, and how it is found by a global's name: copies what it
+holds now, to be put back; returns whether that can be. Of globals the object is None."""
 
 
 class ChangesElsewhere(Exception):
@@ -572,6 +572,7 @@ def _elsewhere(effects: Any, remember: Remember) -> Iterator[str]:
     from torch._dynamo.source import TempLocalSource
     from torch._dynamo.variables import NewGlobalVariable
 
+    names = effects.output_graph_weakref().global_scope
     objects = {id(one): one for one in effects.keepalive}
     keys = {id(variable): key for key, variable in effects.id_to_variable.items()}
     for variable in effects._get_modified_vars():
@@ -581,8 +582,22 @@ def _elsewhere(effects: Any, remember: Remember) -> Iterator[str]:
         name = variable.source.name
         name = name() if callable(name) else name  # a method in torch 2.11
         changed = None if isinstance(variable, NewGlobalVariable) else objects.get(keys[id(variable)])
-        if not remember(changed, stored):
+        if not remember(changed, stored, _by_global_name(variable.source, names)):
             yield name
+
+
+def _by_global_name(source: Any, names: dict[str, Any]) -> Callable[[], Any] | None:
+    """How compiled code finds what ``source`` stands for: attributes of one of the globals, ``names``. None where it
+    comes another way."""
+    from torch._dynamo.source import AttrSource, GlobalSource
+
+    attributes: list[str] = []
+    while isinstance(source, AttrSource):
+        attributes.insert(0, source.member)
+        source = source.base
+    if not isinstance(source, GlobalSource):
+        return None
+    return lambda: functools.reduce(getattr, attributes, names[source.global_name])
 
 
 # ---- what Dynamo keeps of this process -------------------------------------------------------------------------------

@@ -68,21 +68,32 @@ def test_unbuffered_streams_stay_so() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).stderr == "ö".encode()
 
 
-def trainer(*arguments: str, cwd: Path, stdout: int) -> tuple[int, str]:
-    """Exit code and error output of the command line."""
-    command = [sys.executable, "-m", "trainer", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, text=True)
+def command(*words: str, cwd: Path, stdout: int) -> tuple[int, str]:
+    """Exit code and error output of a command line."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'trainer'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *words], env=environment, cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, text=True
+    )
     return done.returncode, done.stderr
 
 
-def test_help_whose_reader_has_left_complains_of_nothing(tmp_path: Path) -> None:
+COMMANDS = ["trainer --help", "trainer --cfg job", "crucible", "crucible --version"]
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, "crucible train --help", "crucible report --help"])
+def test_a_reader_that_has_left_gets_no_complaint(words: str, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        assert trainer("--help", cwd=tmp_path, stdout=writing) == (0, "")
+        assert command(*words.split(), cwd=tmp_path, stdout=writing) == (0, "")
     finally:
         os.close(writing)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_nor_does_a_full_disk(words: str, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        assert command(*words.split(), cwd=tmp_path, stdout=full.fileno()) == (0, "")
 
 
 def test_a_full_standard_output_does_not_end_a_training(tmp_path: Path) -> None:

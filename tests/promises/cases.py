@@ -21,7 +21,7 @@ import torch.utils.flop_counter
 from lightning.pytorch import callbacks as lightning_callbacks
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -142,6 +142,44 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     ),
 }
 CASES.update({name: Case(changed(change), {}) for name, change in CHANGES.items()})
+
+
+@case(repeats=False, data=vectors(6))
+class ParametrizedWeightsKeptForAStep(Module):
+    """torch keeps them in a global of its own, and binds that to another dictionary when the step is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for one in self.net.blocks:
+            parametrizations.weight_norm(one.linear)
+
+    def loss(self, batch: Any) -> Tensor:
+        with parametrize.cached():
+            return super().loss(batch) + super().loss(batch * 2)
+
+
+class ObservedBlock(DropoutBlock):
+    """Observes what it computes, as quantization-aware training does; the first forward gives the buffer its shape."""
+
+    highest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("highest", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.observe(x.detach())
+        return x.minimum(self.highest)
+
+    @torch.compiler.disable
+    def observe(self, x: Tensor) -> None:
+        if not self.highest.numel():
+            self.highest.resize_(x.shape[1]).copy_(x.amax(0))
+        self.highest.lerp_(x.amax(0), 0.1)
+
+
+CASES["ObservedBlock"] = Case(lambda: Module(Net([ObservedBlock(), ObservedBlock()])), {"data": vectors(6)}, False)
 
 
 def halved(own: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -803,6 +841,39 @@ class HooksOfAllModules(Module):
         finally:
             handle.remove()
             self.observed = [*getattr(self, "observed", []), len(found)]
+
+
+class RecordsGradients(Module):
+    """By hooks of the backward, in every third step."""
+
+    def __init__(self, register: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.register = register
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.handles, self.found = [], []
+        found: list[float] = []  # which nothing but the hooks holds
+        if batch_idx % 3 == 0:
+            hook = lambda module, given, out: found.append(round(float(out[0].sum()), 4))  # noqa: E731
+            self.handles, self.found = [self.register(block, hook) for block in self.net.blocks], found
+        return self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.observed = [*getattr(self, "observed", []), *self.found]
+
+
+CASES["RecordsGradients"] = Case(
+    lambda: RecordsGradients(lambda block, hook: block.register_full_backward_hook(hook)),
+    {"data": vectors(8)},
+    False,
+)
+CASES["RecordsGradientsOfAllModules"] = Case(
+    lambda: RecordsGradients(lambda block, hook: nn.modules.module.register_module_full_backward_hook(hook)),
+    {"data": vectors(8)},
+    False,
+)
 
 
 @case(data=vectors(8))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
 
 from strategies import STRATEGIES, Regional, Whole
@@ -235,6 +236,33 @@ def test_a_graph_break_under_fullgraph_is_one_line_with_its_place(parity: str, t
     assert "test_compile_failures.py" in line
     assert "in forward)" in line, "the line that breaks, not the one that calls"
     assert "\n" not in line
+
+
+@torch.compiler.disable
+def untraced(x_BD: Tensor) -> Tensor:
+    return x_BD + 1
+
+
+class Untraced(torch.nn.Linear):
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return untraced(super().forward(x_BD))
+
+
+def test_a_function_that_is_not_traced_is_named(tmp_path: Path) -> None:
+    module, compile_ = Blocks(), Compile([Regional(backend="aot_eager")])
+    module.layers = nn.ModuleList(Untraced(8, 8) for _ in range(3))
+    with pytest.warns(UserWarning, match="untraced"):
+        fit(module, tmp_path, [compile_])
+    assert ": untraced (" in compile_.record.eager_parts["layers.0"]
+
+
+def test_hooks_of_lightnings_profiler_are_named(tmp_path: Path) -> None:
+    with_names, without = Compile([Regional(backend="aot_eager")]), Compile([Regional(backend="aot_eager")])
+    with pytest.warns(UserWarning, match="record_module_names=False"):
+        fit(Blocks(), tmp_path, [with_names], profiler="pytorch")
+    fit(Blocks(), tmp_path, [without], profiler=PyTorchProfiler(record_module_names=False))
+    assert not without.record.eager_parts
+    assert without.record.regions_compiled == without.record.regions
 
 
 def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ python -m scripts.COMMAND for the others. Your own model, in Python: crucible.co
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``arguments`` begin with; returns its exit code. Overrides alone are ``train``'s."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] not in COMMANDS:  # else the command sees to what it prints
+        from trainer.process import keep_streams
+
+        keep_streams()  # ``| head``, a full disk
     if given in ([], ["-h"], ["--help"], ["help"]):
         print(HELP, end="")
         return 0
