@@ -332,7 +332,6 @@ def be_a_stranger(port: int, folder: Path) -> None:
 
 def end(job: Job, folder: Path) -> None:
     """Note what came of a job whose processes have all ended, or whose time is over."""
-    assert job.process is not None
     left = members(job.process.pid)
     over = time.time()
     signal_all(job.process.pid, signal.SIGKILL)
@@ -380,7 +379,6 @@ def run(jobs: Sequence[Job], folder: Path, *, seconds: float, beside: int, cpu: 
     try:
         while waiting or running:
             for job in running[:]:
-                assert job.process is not None
                 gone = job.process.poll() is not None and not members(job.process.pid)
                 if gone or time.monotonic() > min(until, job.began + LIMIT):
                     end(job, folder / job.name.replace(" ", "_"))
