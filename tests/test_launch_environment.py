@@ -57,7 +57,6 @@ def test_the_environment_says_who_started_how_many(
     environ: dict[str, str], by: str, shape: tuple[int, int, int, int, int]
 ) -> None:
     launch = detect_launch(environ)
-    assert launch is not None
     assert launch.name == by
     assert (launch.rank, launch.local_rank, launch.processes, launch.per_host, launch.hosts) == shape
     assert devices_of_launch(launch, None, None) == shape[3:]

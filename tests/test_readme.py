@@ -21,7 +21,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 def test_every_folder_of_the_tree_exists_and_every_package_is_in_it() -> None:
     tree = re.search(r"## What is where\n\n```\n(.*?)```", CONTRIBUTING, re.DOTALL)
-    assert tree is not None
     named = {line.split()[0].rstrip("/") for line in tree[1].splitlines() if line.strip()}
     assert {name for name in named if not (ROOT / name).is_dir()} == set()
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}

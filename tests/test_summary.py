@@ -21,7 +21,6 @@ def summary(records: list[RunRecord], directory: Path, *, planned: int | None = 
     runs = [Run(directory, one) for one in records]
     console = Console(file=io.StringIO(), width=200)
     summarize(runs, planned=planned or len(runs), sweep_dir=directory, console=console)
-    assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 

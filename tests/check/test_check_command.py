@@ -45,7 +45,6 @@ class Cells:
 
     def _run(self, cell: PlannedCell, signals: Sequence[int]) -> None:
         self.ran.append(cell)
-        assert cell.folder is not None
         assert cell.folder.is_dir()
         if (broken := self.broken(cell)) is not None:
             cell.record, cell.exit_code = broken, 2 if (broken.reason or "").startswith("refused: ") else 1
@@ -161,7 +160,6 @@ def test_a_commit_is_run_in_turns_from_a_folder_that_goes_away(cells: Cells, rep
     seen: list[tuple[str, str]] = []
 
     def seconds(cell: PlannedCell) -> float:
-        assert cell.folder is not None
         seen.append((cell.title, (cell.folder / "src" / "model.py").read_text()))
         return 0.1 if "of base" not in cell.title else 0.05
 
@@ -171,7 +169,6 @@ def test_a_commit_is_run_in_turns_from_a_folder_that_goes_away(cells: Cells, rep
     assert cells.titles == [*names * 3, *["regional of base", "regional"] * 6], "slower by half: looked at again"
     assert dict(seen) == {"regional of base": "old = True\n", "eager": "old = False\n", "regional": "old = False\n"}
     base, this = cells.ran[0], cells.ran[2]
-    assert base.folder is not None
     assert not base.folder.exists()
     assert git("worktree", "list", folder=repository).count("\n") == 0
     assert f"+task.data.root={repository / 'data'}" in base.command, "what the commit does not have"

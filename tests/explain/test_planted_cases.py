@@ -28,7 +28,6 @@ def line_of(kind: type[nn.Module]) -> int:
 
 def at(where: str | None) -> tuple[str, int]:
     line = line_at(where)
-    assert line is not None
     return str(Path(line.file).resolve()), line.number
 
 

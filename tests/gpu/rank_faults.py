@@ -338,7 +338,6 @@ def be_a_stranger(port: int, folder: Path) -> None:
 
 def end(job: Job, folder: Path) -> None:
     """Note what came of a job whose processes have all ended, or whose time is over."""
-    assert job.process is not None
     left = members(folder)
     over = time.time()
     signal_all(folder, signal.SIGKILL)
@@ -388,7 +387,6 @@ def run(jobs: Sequence[Job], folder: Path, *, seconds: float, beside: int, cpu: 
     try:
         while waiting or running:
             for job in running[:]:
-                assert job.process is not None
                 gone = job.process.poll() is not None and not members(job.folder(folder))
                 if gone or time.monotonic() > min(until, job.began + LIMIT):
                     end(job, job.folder(folder))

@@ -157,7 +157,6 @@ def start(job: Job, folder: Path, gpus: list[int], cores: Sequence[int]) -> None
 
 def end(job: Job, folder: Path) -> None:
     """Note what came of a job; whatever is left of it is ended."""
-    assert job.process is not None
     took, code = time.monotonic() - job.began, job.process.poll()
     if code is None:
         signal_all(folder, signal.SIGTERM)
@@ -202,7 +201,6 @@ def run(jobs: Sequence[Job], folder: Path, *, gpus: int, seconds: float, smoke: 
     try:
         while waiting or running:
             for job in running[:]:
-                assert job.process is not None
                 over = time.monotonic() > min(until, job.began + job.seconds)
                 if job.process.poll() is not None or over:
                     end(job, folder / job.name)

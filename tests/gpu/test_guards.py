@@ -23,7 +23,6 @@ def test_a_right_program_passes(mode: str, precision: str, tmp_path: Path) -> No
     assert record.status == "finished", record.reason
     assert record.report["parity"]["verdict"] == "passed"
     assert record.report["parity"]["checks"] > 0
-    assert record.audits is not None
     assert record.audits.verdict == "clean"
     assert record.eager_parts == {}
     assert record.peak_device_memory_gib is not None

@@ -68,7 +68,6 @@ def test_the_gradient_of_an_embedding_is_left_to_eagers_kernel() -> None:
         _, codes = run_fw_bw_and_get_code(lambda: compiled(tokens_BS).square().sum())
     assert any("torch.ops.aten.embedding_dense_backward" in code for code in codes)
     assert not any("tl.atomic_add" in code for code in codes)
-    assert embedding.weight.grad is not None
     found = embedding.weight.grad.clone()
     embedding.zero_grad()
     embedding(tokens_BS).square().sum().backward()

@@ -482,7 +482,6 @@ def tried(training: Training, *, own_random_numbers: bool) -> Result:
     if not (training.random and own_random_numbers):
         distance = apart(seen.losses, train(training.make, None, **training.options).losses)
     record = seen.record
-    assert record is not None
     verdict = str(record.report.get("parity", {}).get("verdict", "none"))
     return Result(seen, alarm(record), distance, verdict, record.eager_parts)
 

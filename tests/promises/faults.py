@@ -432,7 +432,6 @@ def missed(fault: Planted, outcome: Outcome) -> str | None:
     """How a fault was not found as it must be; None where it was."""
     if outcome.ended is not None or outcome.steps != fault.steps:
         return f"the run did not finish: {outcome.end}"
-    assert outcome.record is not None
     step = found_at(outcome.record)
     if step is None and fault.ruins and not _called_clean(outcome.record, fault.begins):
         return None

@@ -16,7 +16,6 @@ def test_a_random_architecture(seed: int, bf16: bool) -> None:
     result = tried(drawn(seed, bf16=bf16), own_random_numbers=False)
     assert result.outcome.ended is None, result.outcome.end
     assert result.alarm is None
-    assert result.apart is not None
     assert result.apart <= CLOSE[bf16]
     assert result.verdict in ("passed", "not compared")
 

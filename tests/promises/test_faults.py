@@ -52,9 +52,7 @@ def it_is_named(record: RunRecord, said: str, fault: Planted) -> None:
     assert said in " ".join(eager.values())
     assert list(eager) == ["layers.0", "layers.1"]
     if fault.begins > 1:
-        assert record.audits is not None
         assert record.audits.verdict == "went eager"
-        assert record.audits.last_clean_step is not None
         assert record.audits.last_clean_step < fault.begins
         assert "checkpoint" in (record.audits.reason or "")
     else:

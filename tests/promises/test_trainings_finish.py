@@ -161,7 +161,6 @@ def test_what_does_not_compile_runs_eager_and_is_named(compiler: str, strategy: 
     torch._dynamo.register_backend(made, name=(name := f"refusing_{id(made)}_{len(torch._dynamo.list_backends(()))}"))
     options = {"data": [torch.randn(rows, WIDTH) for rows in (8, 8, 8, 5, 5, 5, 8)], "validation": vectors(1)}
     seen = as_eager(Module, [strategy(backend=name)], **options)
-    assert seen.record is not None
     assert seen.record.eager_parts
     assert any("takes no" in reason for reason in seen.record.eager_parts.values()), seen.record.eager_parts
     assert any("eager" in line for line in seen.warned)
@@ -199,13 +198,11 @@ def test_predict_and_test_after_a_fit() -> None:
 def test_jagged_batches_are_checked_and_compiled_once_for_all_lengths() -> None:
     given = CASES["JaggedBatch"]
     record = as_eager(given.make, [Regional(backend="aot_eager")], **given.options).record
-    assert record is not None
     assert (record.graphs, record.eager_parts, record.report["parity"]["checks"]) == (1, {}, 1)
 
 
 def test_blocks_that_another_thread_calls_are_named() -> None:
     record = as_eager(CASES["CalledInAThread"].make, [Regional(backend="aot_eager")]).record
-    assert record is not None
     assert set(record.eager_parts.values()) == {CALLED_BESIDE}
 
 
@@ -296,7 +293,6 @@ def test_outside_of_steps_the_module_is_plain() -> None:
     Looks = type("Looks", (Module,), {f"on_{name}": look for name in hooks})
     seen = train(Looks, STRATEGIES["regional"](), validation=vectors(1), max_epochs=2)
     assert seen.ended is None
-    assert seen.record is not None
     assert seen.record.regions_compiled, "something was compiled"
     assert found == [True] * len(found)
     assert len(found) > 12
@@ -346,9 +342,7 @@ def test_the_callback_can_be_copied_after_a_training() -> None:
 def test_plain_blocks_are_compiled_and_few_times() -> None:
     seen = as_eager(lambda: Module(Net([Block() for _ in range(4)])), STRATEGIES["regional"](), data=vectors(12))
     record = seen.record
-    assert record is not None
     assert record.regions_compiled == record.regions
     assert not record.eager_parts
-    assert record.graphs is not None
     assert record.graphs <= 3, "one of a kind, and what lies beside the blocks"
     assert record.report["parity"]["verdict"] == "passed"

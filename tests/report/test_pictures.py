@@ -55,8 +55,6 @@ def test_lines_meet_where_the_comparison_says_that_compiling_breaks_even() -> No
     speeds = {line.get_color(): line for line in axes.get_lines() if len(line.get_xdata()) > 2}  # type: ignore[arg-type]
     for steps, speed in zip(*speeds[ARMS[0]].get_data(), strict=True):
         ours, theirs = (row.total_at(float(steps)) for row in (whole, eager))
-        assert ours is not None
-        assert theirs is not None
         assert speed == pytest.approx(theirs / ours)
     assert speeds[ARMS[0]].get_alpha() == 1
     # 30 s beyond its five steps against none: 30 s at 0.05 s a step.

@@ -43,7 +43,6 @@ def test_parameters_and_state_are_eagers(options: dict[str, bool]) -> None:
     assert states[0]["param_groups"] == states[1]["param_groups"]
     torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=1e-3, atol=1e-5)
     update = installed(optimizers[1])
-    assert update is not None
     assert update.state == "compiled", update.reason
     report = program.report["optimizer"]
     assert (report["form"], report["chunks"]) == ("functional", 7)

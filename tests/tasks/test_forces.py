@@ -123,7 +123,6 @@ def test_losses_are_eagers_in_double_precision_over_20_steps_of_many_sizes(tmp_p
         losses.append(curve(tmp_path / arm))
         assert record.status == "finished"
     assert record.eager_parts == {}
-    assert record.recompiles is not None
     assert record.recompiles <= 3
     assert len(losses[0]) == 20
     assert list(losses[1].values()) == pytest.approx(list(losses[0].values()), rel=1e-10)

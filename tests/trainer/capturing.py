@@ -43,22 +43,17 @@ class Captured(L.Callback):
         self._unwrap_step = loop.wrap_step(self.capture.run)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        assert self.program is not None
         self.program.activate(True)
         if trainer.global_step in self.audit_at:
-            assert self.capture is not None
             self.capture.audit_next()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        assert self.capture is not None
-        assert self.program is not None
         self.program.activate(False)
         for kind in self.program.kinds.values():
             kind.update_states()
         self.done.append(self.capture.done_capturing)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        assert self.capture is not None
         assert self.program is not None
         self.facts = self.capture.facts()
         self._unwrap_step()

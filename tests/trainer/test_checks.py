@@ -71,7 +71,6 @@ def eager(tmp_path: Path) -> list[float]:
 def test_audits_come_at_steps_2_4_8_and_at_the_last(tmp_path: Path, eager: list[float]) -> None:
     losses, record = trained(tmp_path)
     assert losses == pytest.approx(eager, rel=FLOOR)
-    assert record.audits is not None
     assert (record.audits.verdict, record.audits.reason) == ("clean", None)
     assert record.audits.steps == [2, 4, 8, 12]
     assert record.audits.last_clean_step == 12
@@ -82,7 +81,6 @@ def test_audits_come_at_steps_2_4_8_and_at_the_last(tmp_path: Path, eager: list[
 
 def test_one_kind_of_region_is_audited_a_step(tmp_path: Path) -> None:
     _, record = trained(tmp_path, strategies=[faulty(parts=["head"])])
-    assert record.audits is not None
     assert record.audits.steps == [2, 3, 4, 5, 8, 9, 11, 12]
     assert record.report["parity"]["checks"] == 2
 
@@ -109,10 +107,8 @@ def test_a_run_without_checks_has_neither(tmp_path: Path, eager: list[float]) ->
 def test_a_fault_that_begins_later_is_found_by_the_next_audit_and_its_second_look(which: str, tmp_path: Path) -> None:
     losses, record = trained(tmp_path, FromStep(5, **{which: 1.01}), steps=16)
     audits = record.audits
-    assert audits is not None
     assert (audits.verdict, audits.last_clean_step) == ("went eager", 4)
     assert audits.steps == [2, 4, 8]
-    assert audits.reason is not None
     assert "since step 4, the last one that was audited clean" in audits.reason
     assert "Last good checkpoint: none yet" in audits.reason
     assert audits.worst["output" if which == "forward" else "gradient"].step == 8
@@ -137,7 +133,6 @@ def test_a_clean_audit_of_another_shape_says_nothing_of_the_one_that_differs(tmp
     options: dict[str, Any] = {"steps": 60, "trainer": {"max_epochs": -1}}
     _, record = trained(tmp_path, FromStepInOneShape(6, backward=1.01), module=TwoShapes(), **options)
     audits = record.audits
-    assert audits is not None
     assert audits.verdict == "went eager"
     assert any(step > 6 and step % 2 for step in audits.steps), "the other shape was looked at, too"
     assert (audits.last_clean_step or 0) < 6, audits.reason
@@ -146,8 +141,6 @@ def test_a_clean_audit_of_another_shape_says_nothing_of_the_one_that_differs(tmp
 def test_the_last_good_checkpoint_is_named(tmp_path: Path) -> None:
     saved = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     _, record = trained(tmp_path, FromStep(5, backward=1.01), saved, steps=16, trainer={"enable_checkpointing": True})
-    assert record.audits is not None
-    assert record.audits.reason is not None
     clean = record.audits.last_clean_step
     assert f"Last good checkpoint: {tmp_path}/kept/step={clean}.ckpt (step {clean})" in record.audits.reason
 
@@ -160,7 +153,6 @@ def test_a_step_after_a_checkpoint_is_audited_where_there_is_time(
     for share in (1e9, 0.0):
         monkeypatch.setattr(checks, "SHARE", share)
         _, record = trained(tmp_path, saved, steps=20, trainer={"enable_checkpointing": True})
-        assert record.audits is not None
         asked[share] = record.audits.steps
     assert asked == {1e9: [2, 4, 6, 8, 11, 16, 20], 0.0: [2, 4, 8, 16, 20]}
 
@@ -173,7 +165,6 @@ def test_on_difference_fail_ends_the_run(first: int, steps: int, tmp_path: Path)
     assert len(str(raised.value).splitlines()) == 1
     record = compile_.record
     assert (record.status, record.steps) == ("failed", steps)
-    assert record.audits is not None
     if first == 1:
         assert record.report["parity"]["verdict"] == "failed"
     else:
@@ -217,7 +208,6 @@ def test_evaluations_that_are_not_eagers_run_eager_and_the_training_compiled(fir
     assert list(record.eager_evaluations) == ["layers.0", "layers.1", "layers.2"]
     assert record.report["parity"]["verdict"] == "failed"
     assert "layers.2 run eager in evaluations: it is not eager's: output" in record.report["parity"]["reason"]
-    assert record.audits is not None
     assert record.audits.verdict == ("clean" if first == 1 else "went eager")
     assert [event.kind for event in record.events if "in evaluations" in event.reason] == ["fallback"]
 

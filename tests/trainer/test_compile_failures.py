@@ -195,7 +195,6 @@ def test_a_compile_that_fails_leaves_eager_or_stops_the_run_with_its_reason(
     changes = (*changes, "on_compile_error=fail")
     record = train(tmp_path, *changes, strategy=strategy, backend=backend, task="micro")
     assert (record.status, record.exit_code) == ("failed", 1)
-    assert record.reason is not None
     assert complaint in record.reason
     assert len(record.reason.splitlines()) == 1
     assert record.regions, "what was known before is kept"

@@ -146,7 +146,6 @@ def test_what_runs_out_of_recompiles_is_a_fallback(watch: CompilerMonitor) -> No
     fallbacks = [event for event in new(watch) if event.kind == "fallback"]
     assert fallbacks
     assert "recompile_limit" in fallbacks[0].reason
-    assert fallbacks[0].location is not None
     assert HERE in fallbacks[0].location
 
 
@@ -181,7 +180,6 @@ def test_seconds_since_a_compile_began_can_be_asked_while_it_lasts(watch: Compil
         return graph.forward
 
     torch.compile(doubles, backend=backend)(torch.ones(3))
-    assert asked[0] is not None
     assert asked[0] >= 0
 
 

@@ -30,7 +30,6 @@ COMPILED: dict[str, Any] = {"label": "regional", "strategies": [{"name": "region
 
 
 def printed(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 

@@ -136,7 +136,6 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, str(parent)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as first:
-        assert first.stdout is not None
         said = sorted([first.stdout.readline(), first.stdout.readline()], key=len)
         child = int(said[0])
         assert alive(child)

@@ -144,7 +144,6 @@ def test_a_causal_model_trains_as_without_us(tmp_path: Path, name: str, plain: T
     assert record.graphs
     assert record.graph_breaks == 0
     assert record.compile_seconds is not None
-    assert record.audits is not None
     if name != "optimizer":
         assert record.report["parity"]["verdict"] == "passed"
         assert (record.audits.verdict, record.audits.steps, record.audits.not_compared) == ("clean", [2, 4, 6], {})
@@ -156,7 +155,6 @@ def test_a_classifier_with_dropout_trains_as_without_us(tmp_path: Path) -> None:
     assert_same_training(trainer, bare(tmp_path / "bare", model=bert(), **how), rtol=1e-2)
     assert (record.precision, record.regions, record.regions_compiled) == ("bf16-mixed", 2, 2)
     assert record.steps == 6, "of two micro-batches each"
-    assert record.audits is not None
     assert record.audits.verdict == "clean"
 
 
@@ -326,7 +324,6 @@ def test_an_audit_finds_what_goes_wrong_later(tmp_path: Path, micro_batches: int
     trainer.add_callback(GoesWrong)
     compiled = compile_trainer(trainer, [Whole(**EAGER)])
     trainer.train()
-    assert compiled.record.audits is not None
     assert compiled.record.audits.verdict == "went eager"
     assert compiled.record.ended_in_eager
     assert trainer.state.global_step == 6
@@ -353,8 +350,6 @@ class Counting(Trainer):
 def test_a_subclass_sees_no_trace_of_what_is_run_apart(tmp_path: Path) -> None:
     trainer, record = trained(tmp_path, [Regional(**EAGER)], kind=Counting)
     expected = bare(tmp_path / "bare", kind=Counting)
-    assert isinstance(trainer, Counting)
-    assert isinstance(expected, Counting)
     assert record.report["parity"]["verdict"] == "passed"
     assert (trainer.calls, len(trainer.counted["losses"])) == (6, 6)
     assert trainer.counted["losses"] == pytest.approx(expected.counted["losses"], rel=1e-4)

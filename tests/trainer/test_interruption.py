@@ -61,13 +61,11 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_command_to_go_on(
     assert (record.status, record.signal) == ("interrupted", signal.SIGINT)
     assert record.steps == last_checkpoint(run_dir)["global_step"]
     assert record.steady_steps_per_second
-    assert record.steps is not None
     monkeypatch.chdir(tmp_path)
     assert command_line(*arguments_to_go_on(said, max_steps=record.steps + 3)) == 0
     (directory,) = Path("outputs/captioning/eager").iterdir()
     resumed = RunRecord.load(directory)
     assert (resumed.status, resumed.steps) == ("finished", record.steps + 3)
-    assert resumed.resumed_from is not None
     assert tmp_path / resumed.resumed_from == run_dir / "checkpoints" / "last.ckpt"
 
 
@@ -175,7 +173,6 @@ def test_a_sigterm_to_the_group_is_an_interruption_that_can_be_gone_on_from(tmp_
     record = RunRecord.load(run_dir)
     assert (record.status, record.signal) == ("interrupted", signal.SIGTERM)
     # By SIGTERM torch's data workers end at once, and the run with them: then the last regular checkpoint counts.
-    assert record.steps is not None
     assert record.steps >= last_checkpoint(run_dir)["global_step"]
     assert "continue with: " in said
 

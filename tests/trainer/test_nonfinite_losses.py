@@ -166,7 +166,6 @@ def test_a_step_that_a_gradient_scaler_leaves_out_is_no_fault(tmp_path: Path) ->
     plugin = Skipping()
     compile_ = watched(Infinite(), tmp_path, [], max_steps=4, plugins=[plugin])
     assert compile_.record.steps == 4
-    assert plugin.scaler is not None
     assert plugin.scaler.get_scale() < 2.0, "it left a step out"
 
 

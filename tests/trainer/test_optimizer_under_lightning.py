@@ -123,7 +123,6 @@ def test_its_checks_are_in_the_record(tmp_path: Path) -> None:
     parity, audits = compile_.record.report["parity"], compile_.record.audits
     assert (parity["verdict"], parity["checks"], parity["how"]) == ("passed", 1, ["exact"])
     assert {"weight", "exp_avgs", "exp_avg_sqs"} == parity["worst"].keys()
-    assert audits is not None
     assert (audits.verdict, audits.steps, audits.last_clean_step) == ("clean", [2, 4, 8, 10], 10)
     assert compile_.record.eager_parts == {}
 
@@ -137,10 +136,8 @@ def test_an_update_that_becomes_wrong_goes_eager_and_the_run_finishes(
     assert (record.status, len(losses)) == ("finished", 10)
     assert list(record.eager_parts) == ["optimizer"]
     assert "differs from torch's: weight" in record.eager_parts["optimizer"]
-    assert record.audits is not None
     assert (record.audits.verdict, record.audits.last_clean_step) == ("went eager", 2)
     assert record.audits.steps == [2, 4, 5], "a difference counts when it shows twice"
-    assert record.audits.reason is not None
     assert "since step 2" in record.audits.reason
     assert record.report["optimizer"]["form"] == "eager"
 

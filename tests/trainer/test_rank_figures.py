@@ -46,7 +46,6 @@ def test_the_rank_that_the_other_waits_for_is_named(pair: Pair, tmp_path: Path) 
     assert all(one.steady_step_seconds_median and one.peak_process_memory_gib for one in record.ranks)
     assert not other.ranks, "the first process keeps the record"
     found = communication_of(record.ranks)
-    assert found is not None
     assert found.slowest.rank == SLOW
     assert found.skew_seconds > SLEPT_SECONDS / 2
     assert f"rank {SLOW} (" in communication_line(record.ranks)
@@ -72,7 +71,6 @@ def rank(number: int, exposed: float | None = None, step: float | None = 0.1) ->
 
 def test_the_slowest_rank_waits_least_and_what_it_waits_is_communication() -> None:
     found = communication_of([rank(0, 0.03), rank(1, 0.01), rank(2, 0.02)])
-    assert found is not None
     assert (found.slowest.rank, found.skew_seconds) == (1, pytest.approx(0.02))
     assert found.exposed_share == pytest.approx(0.1)
     line = communication_line([rank(0, 0.03), rank(1, 0.01)])

@@ -101,7 +101,6 @@ def test_slow_compiles_are_not_in_the_steady_steps(
     record = train(tmp_path, *changes, strategy="regional", backend="tests_an_hour_a_graph")
     assert record.steady_steps == 7, "what validation compiles is no step's"
     assert record.steady_step_seconds_p95 == pytest.approx(SECONDS)
-    assert record.warmup_seconds is not None
     assert record.warmup_seconds >= 3600
 
 

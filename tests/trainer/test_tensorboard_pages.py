@@ -104,9 +104,7 @@ def test_a_finished_run_has_a_whole_row_in_the_hparams_table(finished: tuple[Run
     record, events = finished
     experiment = session(events, "experiment")
     begin, end = session(events, "session_start_info"), session(events, "session_end_info")
-    assert experiment is not None
     assert {metric.name.tag for metric in experiment.experiment.metric_infos} == set(FINAL)
-    assert begin is not None
     hyperparameters = begin.session_start_info.hparams
     assert hyperparameters["compile"].string_value.split()[0] == record.label
     if record.label != "eager":

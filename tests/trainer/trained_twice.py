@@ -47,7 +47,6 @@ class Look(L.Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         program = self._compile.program
-        assert program is not None
         of_program = {
             "kept": sorted(program.kept),
             "captures": program.captures,
