@@ -1,5 +1,5 @@
 """Models of Lightning, timm and transformers, which know nothing of this project: eager's losses, and no more graphs
-than docs/own_model.md says."""
+than each is known to need."""
 
 from __future__ import annotations
 
