@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from strategies import STRATEGIES, CudaGraph, Regional
 from tests.report.scenarios import FASTER, NOISY, SLOWER
 from tests.report.scenarios import run as record
+from tests.trainer.lightning_modules import quiet_trainer
 from trainer.advice import in_python, program, strategies_in_python
 from trainer.callback import Compile
 from trainer.report.run_verdict import verdict_lines
@@ -121,10 +122,8 @@ def test_the_verdict_names_what_the_script_calls_and_nothing_that_needs_lightnin
 
 def test_what_a_script_is_refused_with_speaks_python(tmp_path: Path) -> None:
     data = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
-    trainer = L.Trainer(
-        max_steps=1, accelerator="cpu", callbacks=[Compile([Regional(backend="eager", parts=[])])], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    compile_ = Compile([Regional(backend="eager", parts=[])])
+    trainer = quiet_trainer(max_steps=1, callbacks=[compile_], default_root_dir=tmp_path)
     with pytest.raises(ValueError, match="no repeated blocks") as refused:
         trainer.fit(Lines(), data)
     assert str(refused.value).endswith("name them with Regional(blocks=[path,...]) or use Whole()")

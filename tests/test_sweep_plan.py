@@ -17,7 +17,6 @@ from trainer.sweep.plan import (
     alone,
     directory_name,
     expanded,
-    in_order,
     name_by_difference,
     quoted,
     with_arms,
@@ -27,43 +26,7 @@ from trainer.telemetry.record import RunRecord
 
 def planned(text: str) -> PlannedCell:
     ((overrides, arm),) = with_arms(text.split(), [])
-    start = next((word.partition("=")[2] for word in overrides if word.startswith("repeat=")), None)
-    return PlannedCell(overrides=overrides, arm=arm, job=0, record=RunRecord(task="toy", start=start))
-
-
-def texts(cells: list[PlannedCell]) -> list[str]:
-    return [" ".join(cell.overrides) for cell in cells]
-
-
-def test_a_cold_cell_comes_right_before_its_warm_twin_however_they_were_asked_for() -> None:
-    cells = [planned(f"repeat={start} compile={arm}") for start in ("warm", "cold") for arm in ("a", "b")]
-    ordered = in_order(cells, rounds=1)
-    assert [(cell.arm, cell.record.start) for cell in ordered] == [
-        ((f"compile={arm}",), start) for arm in ("a", "b") for start in ("cold", "warm")
-    ]
-
-
-def test_arms_take_turns_within_each_seed() -> None:
-    cells = [planned(f"compile={arm} seed={seed}") for arm in ("a", "b") for seed in (0, 1)]
-    turns = in_order(cells, rounds=1)
-    assert texts(turns) == ["compile=a seed=0", "compile=b seed=0", "compile=a seed=1", "compile=b seed=1"]
-
-
-def test_every_cell_has_a_turn_in_each_round() -> None:
-    ordered = in_order([planned("compile=a"), planned("compile=b")], rounds=3)
-    assert [(cell.arm[0][-1], cell.record.round) for cell in ordered] == [
-        (arm, number) for number in (1, 2, 3) for arm in "ab"
-    ]
-    name_by_difference(ordered)
-    assert ordered[-1].title == "compile=b round=3"
-
-
-def test_an_arm_is_a_value_of_compile_with_further_overrides() -> None:
-    arms = ["eager", "[whole,cached] compile.whole.mode=max-autotune task.data.pad_to=64"]
-    (eager, _), (overrides, arm) = with_arms(["seed=1"], arms)
-    assert eager == ("seed=1", "compile=eager")
-    assert overrides == ("seed=1", *arm)
-    assert arm == ("compile=[whole,cached]", "compile.whole.mode=max-autotune", "task.data.pad_to=64")
+    return PlannedCell(overrides=overrides, arm=arm, job=0, record=RunRecord(task="toy"))
 
 
 def test_cells_are_named_by_what_differs() -> None:

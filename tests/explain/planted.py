@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +32,6 @@ class Prints(Planted):
         return y * 2
 
 
-class Item(Planted):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return y * y.sum().item()  # planted
-
-
 class Branch(Planted):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -54,15 +46,6 @@ class NumPy(Planted):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         return y + torch.from_numpy(np.sin(y.detach().numpy()))
-
-
-class NumPyObject(Planted):
-    """Which it does not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        rounded = np.array2string(x.detach().numpy())  # planted
-        return y * len(rounded)
 
 
 class ChangingKeys(Planted):
@@ -82,18 +65,6 @@ class EvalInside(Planted):
 
     def between_steps(self, step: int) -> None:
         self.train(step % 2 == 0)
-
-
-class ChangingFloat(Planted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale  # planted
-
-    def between_steps(self, step: int) -> None:
-        self.scale = 0.5 + step
 
 
 class Hook(Planted):
@@ -148,14 +119,6 @@ class ClosureAttribute(Planted):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scaled(self.linear(x))
-
-
-class Extension(Planted):
-    """Calls into C that Dynamo cannot look into."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return y * math.log(zlib.crc32(b"planted"))  # planted
 
 
 class InPlaceOnView(Planted):

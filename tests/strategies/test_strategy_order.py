@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from strategies import (
-    STRATEGIES,
     Buckets,
     Checkpointing,
     CudaGraph,
@@ -60,12 +59,6 @@ def test_strategies_are_applied_by_stage_whatever_their_order() -> None:
     program = Program(module=nn.Identity())
     apply([Noting(), Shared(), Early(), AlsoShared()], program)
     assert program.notes == ["zz_early", "also_shared", "shared", "noting"]
-
-
-def test_the_order_in_which_strategies_are_given_never_matters() -> None:
-    names = ("regional", "optimizer", "buckets", "cached", "cuda_graph")
-    labels = {label(STRATEGIES[name]() for name in order) for order in itertools.permutations(names)}
-    assert labels == {"cached+buckets+regional+optimizer+cuda_graph"}
 
 
 def test_two_strategies_of_one_stage_are_refused_by_name_in_any_order() -> None:

@@ -318,20 +318,6 @@ class PropertyReadsGlobalStep(Plain):
         return self.kl
 
 
-@case("batch_idx")
-class ReadsBatchIndex(Plain):
-    def scale(self, batch_idx: int) -> Any:
-        return wave(batch_idx)
-
-
-@case("batch_idx")
-class ReturnsBatchIndex(Plain):
-    """Without using it."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
-
-
 @case("train_dataloader.dataset")
 class ReadsItsDataSet(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -14,6 +14,7 @@ from strategies import Buckets
 from tasks.captioning.size import CaptionerSize
 from tasks.captioning.task import Captioning, Shapes
 from tests.processes import Pair
+from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.ragged_modules import RAGGED, TextData, Texts, fit
 from tests.trainer.runs import last_checkpoint, train
 from trainer.callback import Compile
@@ -52,10 +53,8 @@ def test_a_caption_batch_has_the_loss_and_the_count_that_it_has_without_padding(
     L.seed_everything(1, verbose=False)
     module = task.build_module(max_steps=3)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        limit_val_batches=0, callbacks=[Compile([Buckets(edges=[160])], ragged=declared, save=False), Keep()],
-    )  # fmt: skip
+    compile_ = Compile([Buckets(edges=[160])], ragged=declared, save=False)
+    trainer = quiet_trainer(max_steps=1, limit_val_batches=0, callbacks=[compile_, Keep()])
     trainer.fit(module, datamodule=task.build_data(seed=1))
     batch, loss = seen[0]
     assert batch.tokens.shape[1] == 161

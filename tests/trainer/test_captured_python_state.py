@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -13,18 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer import python_state_modules as modules
 from tests.trainer.capturing import Captured
-from tests.trainer.lightning_modules import quiet_trainer
+from tests.trainer.lightning_modules import Losses, quiet_trainer
 from tests.trainer.recording import Recorded
 
 STEPS, STEPS_UNTIL_REFUSED = 64, 24
-
-
-class Losses(L.Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(float(outputs["loss"]))
 
 
 def losses(name: str, folder: Path, *others: L.Callback, accelerator: str = "cpu") -> list[float]:
@@ -45,7 +36,7 @@ def losses(name: str, folder: Path, *others: L.Callback, accelerator: str = "cpu
         max_epochs=-1,
     )
     trainer.fit(kind(), data)
-    return watch.seen
+    return watch.values
 
 
 @pytest.mark.parametrize("name", list(modules.MODULES))

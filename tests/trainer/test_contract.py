@@ -20,7 +20,6 @@ import pytest
 from torch import Tensor
 
 from strategies import STRATEGIES, Program, Stage, Strategy
-from strategies.base import label
 from tasks import TASKS
 from tests.conftest import ROOT
 from tests.sweep import MARK
@@ -32,13 +31,11 @@ from tests.trainer.runs import (
     curve,
     last_checkpoint,
     order_of,
-    overrides,
     refusal,
     relative_differences,
     train,
 )
 from tests.trainer.trained_twice import Training, differences, train_twice
-from trainer.config import compose
 from trainer.telemetry.record import RunRecord
 
 ALWAYS = (
@@ -171,15 +168,6 @@ def a_combination_is_applied_whole(record: RunRecord, task: str) -> None:
         assert record.report["optimizer"]["form"] == "functional"
     if "cuda_graph" in record.label:
         assert "cuda_graph: left out, CUDA graphs need a CUDA device, this run trains on cpu" in record.notes
-
-
-@pytest.mark.parametrize("strategy", [name for name in sorted(COMBINATIONS) if name.startswith("[")])
-def test_a_combination_is_one_whatever_the_order_of_its_names(strategy: str) -> None:
-    names = strategy.strip("[]").split(",")
-    # Each name comes first, last and in between once.
-    for order in (names[::-1], *(names[start:] + names[:start] for start in range(len(names)))):
-        assert label([STRATEGIES[name]() for name in order]) == COMBINATIONS[strategy]
-    assert label(compose(overrides(f"[{','.join(names[::-1])}]")).compile.values()) == COMBINATIONS[strategy]
 
 
 @every_pair(refused=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.trainer.clock import CLOCK, Clock
-from tests.trainer.lightning_modules import Blocks
+from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from trainer.callback import Compile
 from trainer.console import summary
 from trainer.telemetry.meter import Step, StepClock
@@ -48,16 +47,11 @@ class Working(Blocks):
 
 def record_of(folder: Path, seconds: float, **options: object) -> RunRecord:
     record = RunRecord(task="working")
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         callbacks=[Compile(record=record, warmup_steps=1, count=lambda batch: (len(batch[0]), None, None, None))],
         default_root_dir=folder,
         max_steps=12,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     loader = DataLoader(Slow(seconds), batch_size=2)
     trainer.fit(Working(), loader, loader if options else None)

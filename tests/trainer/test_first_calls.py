@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from crucible import Compile, Regional, Whole
+from crucible import Regional, Whole
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as torchs
@@ -16,8 +15,7 @@ from strategies import Program
 from strategies.cuda_graph.step_capture import _Parts
 from strategies.region import State
 from strategies.regions import CalledModules, instead_of
-
-WIDTH = 8
+from tests.promises.training import WIDTH, Module, train, vectors
 
 
 def layers() -> nn.Sequential:
@@ -96,32 +94,25 @@ class Called(nn.Module):
         return x
 
 
-class Trained(L.LightningModule):
-    def __init__(self, net: nn.Module, seldom: int = 1) -> None:
-        super().__init__()
-        self.net, self.seldom = net, seldom
+class Trained(Module):
+    """Calls ``encode`` where the network has it, and the network at all in each ``seldom``-th step alone."""
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx % self.seldom != self.seldom - 1:
+    def __init__(self, net: nn.Module, seldom: int) -> None:
+        super().__init__(net)
+        self.seldom = seldom
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.global_step % self.seldom != self.seldom - 1:
             return (sum(one.sum() for one in self.parameters()) * 1e-3).square()  # type: ignore[union-attr]
         encode: Any = getattr(self.net, "encode", self.net)
         return (encode(batch) - 1).square().mean()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
-
-def trained(net: type[nn.Module], strategies: list[Any], *, steps: int = 5, **options: Any) -> tuple[Any, list[float]]:
+def trained(net: type[nn.Module], strategies: list[Any], *, steps: int = 5, seldom: int = 1) -> tuple[Any, list[float]]:
     """The callback, and the weights' sums as eager leaves them."""
-    L.seed_everything(0, verbose=False)
-    module, compile_ = Trained(net(), **options), Compile(strategies, save=False, verbose=False)
-    batches = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(steps)]
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[compile_],
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return compile_, [float(one.detach().double().square().sum()) for one in module.parameters()]
+    seen = train(lambda: Trained(net(), seldom), strategies, data=vectors(steps))
+    assert seen.ended is None, seen.end
+    return seen.trainer.callbacks[-1], [float(one.detach().double().square().sum()) for one in seen.module.parameters()]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from strategies import Checkpointing, Program, Regional, Stage, Strategy
 from tests.strategies import backends
 from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
-from tests.trainer.lightning_modules import Blocks, fit
+from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
 from trainer import console
 from trainer.callback import Compile
 from trainer.guards.checks import CHECKED_BEFORE
@@ -48,11 +48,7 @@ def data(batch_size: int = 4) -> torch.utils.data.DataLoader[Any]:
 
 
 def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options = {**off, "max_steps": 4, **options}
-    return L.Trainer(
-        accelerator="cpu", callbacks=[*callbacks], default_root_dir=folder, **options,
-    )  # fmt: skip
+    return quiet_trainer(**{"callbacks": [*callbacks], "default_root_dir": folder, "max_steps": 4, **options})
 
 
 def test_the_record_is_complete_and_saved_where_the_trainer_logs(

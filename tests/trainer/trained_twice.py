@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from strategies.base import Strategy
-from tests.trainer.lightning_modules import Losses
+from tests.trainer.lightning_modules import Losses, quiet_trainer
 from tests.trainer.runs import STEPS, overrides
 from trainer.callback import Compile
 from trainer.config import compose
@@ -105,12 +105,11 @@ def train_twice(folder: Path, arm: str, strategies: Sequence[Strategy] | None = 
     )
     torch.manual_seed(0)
     module = task.build_module(max_steps=2 * STEPS)
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options: dict[str, Any] = {**off, "accelerator": "cpu", "default_root_dir": folder, "max_steps": STEPS}
+    options: dict[str, Any] = {"default_root_dir": folder, "max_steps": STEPS}
     trainings = []
     for validates in (True, False):
         look, losses = Look(compile_), Losses()
-        trainer = L.Trainer(**options, limit_val_batches=0, callbacks=[compile_, look, losses])
+        trainer = quiet_trainer(**options, limit_val_batches=0, callbacks=[compile_, look, losses])
         trainer.fit(module, task.build_data(seed=0))
         trainings.append(
             Training(
@@ -122,5 +121,5 @@ def train_twice(folder: Path, arm: str, strategies: Sequence[Strategy] | None = 
             )
         )
         if validates:
-            L.Trainer(**options, callbacks=[compile_]).validate(module, task.build_data(seed=0), verbose=False)
+            quiet_trainer(**options, callbacks=[compile_]).validate(module, task.build_data(seed=0), verbose=False)
     return trainings
