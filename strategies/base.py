@@ -325,9 +325,6 @@ class Strategy:
     """Whether training sees its examples in another order than eager does: a comparison needs the same one on both."""
     captures_step: ClassVar[bool] = False
     """Whether it captures whole steps in CUDA graphs, within which no other CUDA graph may be captured."""
-    chooser: ClassVar[str | None] = None
-    """``module:Class`` of what chooses other strategies in the place of this one when the first batch is there, if it
-    stands for such a choice. The class is called as ``trainer.auto.chooser.Chooser`` is."""
     headlines: ClassVar[tuple[str, ...]] = ()
     """Facts of its report that a person looks for first, by dotted name; all are shown where it has none of these."""
     removed: ClassVar[bool] = False

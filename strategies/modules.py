@@ -193,7 +193,6 @@ class Auto(Strategy):
     headlines: ClassVar[tuple[str, ...]] = (
         *("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
     )
-    chooser: ClassVar[str | None] = "trainer.auto.chooser:Chooser"
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
     """Strategies to choose among, of ``regional``, ``whole`` and ``cuda_graph``. Of these, one that cannot take a

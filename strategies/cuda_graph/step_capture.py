@@ -68,7 +68,7 @@ class StepCapture(StepHook):
         self._left_over = False
         """Whether gradients of a step without a graph are still there."""
         self._optimizer: GraphedStep | None = None
-        parts, several = _Parts(program, lambda: self._optimizer), loop.world_size > 1
+        parts, several = _Parts(self), loop.world_size > 1
         unit = rounding_unit(program.precision, loop.device, self._module)
         self._network = network = program.network
         graphs.begin(
@@ -415,10 +415,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> HostState:
 
 
 class _Parts(CompiledParts):
-    """The regions of ``program``, and the step of the optimizer that graphs hold."""
+    """The regions of a program whose steps are captured, and the step of the optimizer that graphs hold."""
 
-    def __init__(self, program: Program, optimizer: Callable[[], GraphedStep | None]) -> None:
-        self._program, self._optimizer = program, optimizer
+    def __init__(self, of: StepCapture) -> None:
+        self._of, self._program = of, of._program
         self._before: set[int] = set()
         self._optimizer_was_ready = True
 
@@ -429,8 +429,7 @@ class _Parts(CompiledParts):
         return self._optimizer_is_ready() and all(one.state in ("compiled", "failed") for one in regions)
 
     def _optimizer_is_ready(self) -> bool:
-        optimizer = self._optimizer()
-        return optimizer is None or optimizer.ready
+        return self._of._optimizer is None or self._of._optimizer.ready
 
     def due(self) -> bool:
         return bool(self._due())

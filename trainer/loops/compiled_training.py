@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from strategies import Program, Ragged, Stage, Strategy
+from strategies import Auto, Program, Ragged, Stage, Strategy
 from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, ordered
 from strategies.compiler_warmup import Preparation
 from strategies.loop_protocol import Loop, StepHook
@@ -200,9 +199,9 @@ class CompiledTraining:
         """Between these two."""
 
     @property
-    def choosing(self) -> Strategy | None:
+    def auto(self) -> Auto | None:
         """The strategy that stands for a choice which is not made yet."""
-        return next((strategy for strategy in self.strategies if strategy.chooser is not None), None)
+        return next((strategy for strategy in self.strategies if isinstance(strategy, Auto)), None)
 
     @property
     def _in_script(self) -> bool:
@@ -307,10 +306,10 @@ class CompiledTraining:
         self.telemetry.start(loop, pages)
         self.telemetry.compiler.expect(self.program.graphs_expected)
         chooser: Chooser | None = None
-        if (choosing := self.choosing) is not None:
-            assert choosing.chooser is not None
-            make: Any = pkgutil.resolve_name(choosing.chooser)
-            chooser = make(choosing, loop, self.program, self.telemetry, self.switch)
+        if (auto := self.auto) is not None:
+            from trainer.auto.chooser import Chooser
+
+            chooser = Chooser(auto, loop, self.program, self.telemetry, self.switch)
         session.put_around(self._hooks(session, chooser))
 
     def _hooks(self, session: Session, chooser: Chooser | None, checked: Sequence[Check] = ()) -> Hooks:
@@ -357,10 +356,10 @@ class CompiledTraining:
         end([one for one in program.strategies if one.captures_step], program)
         program.activate(False)
         for strategy in program.strategies:
-            if strategy.stage is Stage.MODULE and strategy.chooser is None:
+            if strategy.stage is Stage.MODULE and not isinstance(strategy, Auto):
                 session.set_aside[id(strategy)] = program.regions[:], program.kinds, checks.first
         program.regions, program.kinds, program.found = [], {}, None
-        others = [one for one in self.strategies if one.chooser is None]
+        others = [one for one in self.strategies if not isinstance(one, Auto)]
         program.strategies = tuple(ordered([*others, *strategies]))
         program.given_up.pop("step", None)
         settings = dict(program.settings)
@@ -475,7 +474,7 @@ class CompiledTraining:
         chooser = session.hooks.chooser
         if chooser is not None:
             self.record.chosen_strategies = [strategy.facts() for strategy in chooser.finish()]
-        elif any(one.chooser is not None for one in self._given.strategies):  # an earlier training chose
+        elif any(isinstance(one, Auto) for one in self._given.strategies):  # an earlier training chose
             chosen = [one for one in self.strategies if all(one is not given for given in self._given.strategies)]
             self.record.chosen_strategies = [strategy.facts() for strategy in chosen]
         session.close()

@@ -30,7 +30,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils import _pytree as pytree
 
-from strategies import CudaGraph, Regional, Strategy, Whole
+from strategies import Auto, CudaGraph, Regional, Strategy, Whole
 from strategies.base import label, ordered
 from strategies.compile_errors import one_line
 from strategies.compiler_warmup import Preparation, environment
@@ -158,7 +158,7 @@ def _arms(
         cuda = torch.cuda.is_available() and accelerator in ("auto", "gpu", "cuda")
         given = [*alone, [alone[0], CudaGraph()]] if cuda else alone
     arms = [ordered([arm] if isinstance(arm, Strategy) else arm) for arm in given]
-    if choosing := [one.name for arm in arms for one in arm if one.chooser is not None]:
+    if choosing := [one.name for arm in arms for one in arm if isinstance(one, Auto)]:
         raise ValueError(f"compare: {choosing[0]} chooses by the length of a run, which a comparison does not have")
     return [[], *(arm for arm in arms if arm)], note
 
