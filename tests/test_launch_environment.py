@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.process import present_handlers
-from trainer.sweep.environment import detect_launch, devices_of_launch, rank_prefix
+from trainer.process import detect_launch, devices_of_launch, present_handlers, rank_prefix
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -36,9 +36,8 @@ from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import leave_groups
 from trainer.loops.rank_failures import StartedProcesses
-from trainer.process import StopRequest, start_others
+from trainer.process import StopRequest, detect_launch, start_others
 from trainer.settings import Config, TrainerConfig
-from trainer.sweep.environment import detect_launch
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.meter import Counts
 from trainer.telemetry.record import RunRecord

@@ -68,12 +68,13 @@ GROUPS = {
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
     from trainer.process import end_with_first, keep_streams, signal_at_end_of_parent
-    from trainer.sweep import environment, plan
+    from trainer.sweep import plan
+    from trainer.sweep.environment import SWEEP_VARIABLE
 
     working_directory_last()
     keep_streams()
     end_with_first()
-    if os.environ.get(environment.SWEEP_VARIABLE) == str(os.getppid()):
+    if os.environ.get(SWEEP_VARIABLE) == str(os.getppid()):
         # When the sweep dies, even by SIGKILL, its cell stops with a checkpoint: a sweep that is resumed gives the
         # cell's directory to another process.
         signal_at_end_of_parent(signal.SIGTERM)
@@ -159,13 +160,13 @@ def _compose(
     say otherwise.
     """
     from trainer.config import refuse_written_credentials
-    from trainer.sweep import environment
+    from trainer.process import detect_launch, devices_of_launch
 
     cfg = compose(self, *args, **options)
     refuse_written_credentials(cfg)
     if "trainer" not in cfg:  # an option of a group, composed to be compared with another
         return cfg
-    sweeps, launch = cfg.hydra.mode == hydra.types.RunMode.MULTIRUN, environment.detect_launch(os.environ)
+    sweeps, launch = cfg.hydra.mode == hydra.types.RunMode.MULTIRUN, detect_launch(os.environ)
     if launch is not None and sweeps:
         raise ValueError(
             f"-m: each of the {launch.processes} processes that {launch.by} has started would run the whole sweep; "
@@ -175,7 +176,7 @@ def _compose(
         from trainer.sweep import launcher  # with the reports that it ends with, which a single run has no use for
 
         launcher.register(ended)
-    follow = environment.devices_of_launch(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
+    follow = devices_of_launch(launch, cfg.trainer.devices, cfg.trainer.num_nodes)
     with read_write(cfg):
         cfg.trainer.devices, cfg.trainer.num_nodes = follow
     return cfg
@@ -255,10 +256,10 @@ def _columns(name: str, width: int, meaning: str) -> str:
 def train(cfg: DictConfig) -> int:
     """Train what ``cfg`` describes; returns the exit code. Raises ValueError for a bad configuration."""
     from trainer.config import source_flags, to_config
-    from trainer.process import start_early, uninterrupted_import
+    from trainer.process import detect_launch, is_first_process, start_early, uninterrupted_import
     from trainer.settings import Peer, require_present
-    from trainer.sweep.environment import SWEEP_VARIABLE, detect_launch
-    from trainer.sweep.run_dirs import OwnFolder, is_first_process, taken
+    from trainer.sweep.environment import SWEEP_VARIABLE
+    from trainer.sweep.run_dirs import OwnFolder, taken
 
     settings = HydraConfig.get()
     # As they were typed: with ${oc.env:NAME}, not with what that stands for.

@@ -16,8 +16,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 from trainer import CONF
-from trainer.process import PACKAGES
-from trainer.sweep import environment
+from trainer.process import PACKAGES, rank_prefix
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 """What a configuration that cannot be used raises."""
@@ -157,7 +156,7 @@ def report(error: BaseException, place: str = "") -> None:
         if os.path.islink(file) and not os.path.exists(file):  # the system says "File exists"
             what = f"a symbolic link to {os.readlink(file)} that leads nowhere"
         lines = [f"error: {place if place.endswith(file) else file}: {what}"]
-    who = environment.rank_prefix(os.environ, alike="torch" not in sys.modules)
+    who = rank_prefix(os.environ, alike="torch" not in sys.modules)
     if who is not None:
         # One write, also without a buffer: several processes may share a terminal.
         print(redact("".join(f"{who}{line}\n" for line in lines)), end="", file=sys.stderr, flush=True)

@@ -27,11 +27,19 @@ from trainer.checkpoints import NonFiniteLoss
 from trainer.console import ERROR_LOG, print_end, relative_path
 from trainer.loops.rank_consistency import describe_process
 from trainer.loops.rank_failures import AND_SO, RankFailed, fail_record
-from trainer.process import Interrupted, StopRequest, process_settings, undisturbed
+from trainer.process import (
+    Interrupted,
+    Launch,
+    StopRequest,
+    detect_launch,
+    is_first_process,
+    process_settings,
+    undisturbed,
+)
 from trainer.run_end import finalize
 from trainer.settings import Config
-from trainer.sweep.environment import Launch, detect_launch, initial_record
-from trainer.sweep.run_dirs import claim, is_first_process, release, restore_file
+from trainer.sweep.environment import initial_record
+from trainer.sweep.run_dirs import claim, release, restore_file
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.source_lines import raised_at

@@ -13,13 +13,11 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from trainer.checkpoint_files import DIRECTORY, LAST
-from trainer.sweep import environment
+from trainer.process import detect_launch, is_first_process
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
 CHECKPOINT = Path(DIRECTORY) / LAST
 """Where a run leaves its checkpoint."""
-RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-"""Environment variables of a process's rank; the first that is set counts, as in Lightning."""
 
 
 class OwnFolder(Callback):
@@ -32,7 +30,7 @@ class OwnFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Name the folder after SLURM's job; keep Hydra out of a folder that is another's."""
-        first, launch = is_first_process(), environment.detect_launch(os.environ)
+        first, launch = is_first_process(), detect_launch(os.environ)
         if launch is not None and launch.job is not None:
             # Not the time: all processes name one folder then, and so does the job when it is put into the queue again.
             written: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
@@ -48,11 +46,6 @@ class OwnFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         OwnFolder.place = f"hydra.sweep.dir={config.hydra.sweep.dir}"
-
-
-def is_first_process() -> bool:
-    """Whether this process, by its environment, is the one that claims and writes."""
-    return next((os.environ[name] for name in RANKS if name in os.environ), "0") == "0"
 
 
 def taken(folder: Path, resume: str | None) -> str | None:
