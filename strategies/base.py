@@ -11,9 +11,10 @@ import contextlib
 import enum
 import itertools
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -379,6 +380,8 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     given = list(strategies) if isinstance(strategies, Iterable) else [None]
     if not all(isinstance(one, Strategy) for one in given):
         raise ValueError(f"compile={strategies!r} is not a list of strategies, such as [Regional()]")
+    for one in given:
+        require_no_text(one)
     kept = [strategy for strategy in given if not strategy.removed]
     result = sorted(kept, key=lambda strategy: (strategy.stage, strategy.name))
     for first, second in itertools.pairwise(result):
@@ -397,6 +400,19 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
             f"max-autotune-no-cudagraphs, or leave {capturing[0].name!r} out"
         )
     return result
+
+
+_NO_TEXT = re.compile(r"(bool|int|float|list\[str\])( \| None)?")
+
+
+def require_no_text(strategy: Strategy) -> None:
+    """Raise ValueError for an option of ``strategy`` that is a text and should not be: of ``blocks="net.layers"`` each
+    letter would be taken for a path. The command line knows types, Python does not."""
+    for option in fields(strategy):
+        value, kind = getattr(strategy, option.name), str(option.type)
+        if isinstance(value, str) and _NO_TEXT.fullmatch(kind):
+            wanted = f"a list: write [{value!r}]" if kind.startswith("list") else kind.removesuffix(" | None")
+            raise wrong(f"compile.{strategy.name}", option.name, value, f"is a text, not {wanted}")
 
 
 def label(strategies: Iterable[Strategy]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from strategies.base import Program, Stage, Strategy, wrong
+from strategies.base import Program, Stage, Strategy, WrongOption, wrong
 from strategies.compile_options import ModuleRequest, suggestion
 
 HOW = ("whole", "regional", "off")
@@ -129,7 +129,11 @@ def _part(key: str, given: Any) -> Part:
     if isinstance(given, Part):
         return given
     if not isinstance(given, Mapping):
-        raise ValueError(f"{key}={given!r} is not a mapping of options: write {key}.how={given}")
+        path = key.removeprefix(f"{KEY}.")
+        raise WrongOption(
+            f"Modular(parts={{{path!r}: {given!r}}}) is not a Part: write Part(how={given!r})",
+            f"{key}={given!r} is not a mapping of options: write {key}.how={given}",
+        )
     kinds = get_type_hints(Part)
     known = [option.name for option in dataclasses.fields(Part)]
     # YAML reads a bare off as false.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from strategies.base import Found, Program, Stage, Strategy, wrong
+from strategies.base import Found, Program, Stage, Strategy, require_no_text, wrong
 from strategies.compile_options import ModuleOptions
 
 
@@ -36,8 +36,9 @@ class Whole(ModuleOptions):
     """Stop with the reason at a graph break instead of splitting the graph."""
 
     def apply(self, program: Program) -> None:
-        from strategies.regions import callable_paths, compile_children, compile_regions
+        from strategies.regions import callable_paths, compile_children, compile_regions, require_submodules
 
+        require_submodules(program.module, "whole", program.whole)
         for path in callable_paths(program.module, program.whole):
             compile_regions(program, self, [path], small=False)
         if not program.whole and (children := compile_children(program, self)):
@@ -210,6 +211,7 @@ class Auto(Strategy):
         return False
 
     def __post_init__(self) -> None:
+        require_no_text(self)
         for name in self.candidates:
             if name not in CANDIDATES:
                 raise wrong("compile.auto", "candidates", self.candidates, f": {name!r} is not one of {CANDIDATES}")

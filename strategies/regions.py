@@ -173,6 +173,19 @@ def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> Non
             )
 
 
+def compiled_already(module: nn.Module) -> list[str]:
+    """Paths of submodules that torch.compile has compiled, which would be compiled twice; of the module itself it is
+    its class. What stands in for a call during a step is not there between steps."""
+    own = (
+        getattr(module, "_compiler_ctx", None) is not None
+    )  # Lightning's own name: a module that it was given compiled
+    return [
+        path or type(module).__name__
+        for path, one in module.named_modules()
+        if one._compiled_call_impl is not None or hasattr(one, "_orig_mod") or (own and one is module)
+    ]
+
+
 def containers_for(program: Program, name: str, blocks: Sequence[str] | None = None, within: str = "") -> list[str]:
     """The ``blocks`` that strategy ``name`` was given, else those ``within`` a submodule that the task declares, else
     those found there, with a note. Raises ValueError as ``require_submodules`` does."""

@@ -108,6 +108,9 @@ def test_the_records_exit_code_is_the_processs(
         (["task=captionin"], ["error: task=captionin is not an option; near: captioning"]),
         (["hydra.launcher.parallel=2"], ["error: hydra.launcher.parallel is not an option; there are "]),
         (["run=other"], ["error: run=other is not an option; there are peer, train"]),
+        (["run=null"], ["error: run=null: null is not an option; there are peer, train"]),
+        (["task=3"], ["error: task=3: 3 is not an option; there are captioning, "]),
+        (["compile=[regional,null]"], ["error: compile=[regional,null]: null is not an option; there are auto, "]),
         (["compile=[eager,regonal]"], ["error: compile=regonal is not an option; near: regional"]),
         (["hydra/launcher=isolatd"], ["error: hydra/launcher=isolatd is not an option; near: isolated"]),
         (

@@ -108,6 +108,7 @@ def main() -> None:
                 # Tab completion: Hydra looks for the directory among our arguments, not on the line being completed.
                 sys.argv += ["--config-dir", chosen]
             config.load_from_command_line(sys.argv[1:])
+            config.refuse_nameless(sys.argv[1:])
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -159,6 +160,20 @@ def known_options(group: str) -> list[str]:
     """Names of the options of ``group`` that ship or that a plug-in has registered."""
     files = [*_registered(group), *(file.name for file in (CONF / group).glob("*.yaml"))]
     return sorted({name.removesuffix(".yaml") for name in files if name.endswith(".yaml")})
+
+
+_NO_NAME = re.compile(r"null|true|false|[\d.+-]+", re.IGNORECASE)
+
+
+def refuse_nameless(overrides: Iterable[str]) -> None:
+    """Raise ValueError for ``compile=null``, also in a list: Hydra takes a number or a truth value for no name of an
+    option, without saying of which group, or ends by a TypeError."""
+    for word in overrides:
+        group, _, value = word.partition("=")
+        names = [name.strip() for name in value.strip("[]").split(",")]
+        if any(map(_NO_NAME.fullmatch, names)) and (known := known_options(group.lstrip("+"))):
+            wrong = next(name for name in names if _NO_NAME.fullmatch(name))
+            raise ValueError(f"{word}: {wrong} is not an option; there are {', '.join(known)}")
 
 
 def _registered(group: str) -> Any:
@@ -315,6 +330,7 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> 
         if not Path(config_dir).is_dir():
             raise ValueError(f"--config-dir={config_dir!r} is not a folder")
         load_from_command_line(["--config-dir", config_dir])
+    refuse_nameless(overrides)
     theirs = [] if config_dir is None else [quoted(f"file://{Path(config_dir).resolve()}")]
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):

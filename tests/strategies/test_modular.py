@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from strategies import Modular, Part, Program
+from strategies.base import WrongOption
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
@@ -136,12 +137,19 @@ def test_what_cannot_be_compiled_as_asked_is_said_before_anything_is(
         ({"dynamic": 1}, r"Modular\(parts={'encoder': {'dynamic': 1}}\) is not bool or null"),
         ({"options": [1]}, r"Modular\(parts={'encoder': {'options': \[1\]}}\) is not dict"),
         ({"blocks": {"how": "whole"}}, r"for the path encoder\.blocks write '\+compile\.modular\.parts=\{encoder\.blo"),
-        ("whole", r"parts\.encoder='whole' is not a mapping of options: write compile\.modular.*\.encoder\.how=whole"),
+        ("whole", r"Modular\(parts={'encoder': 'whole'}\) is not a Part: write Part\(how='whole'\)"),
     ],
 )  # fmt: skip
 def test_a_parts_fields_are_checked_by_name_and_type(part: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Modular(parts={"encoder": part})
+
+
+def test_a_part_without_options_is_told_how_they_are_typed() -> None:
+    with pytest.raises(WrongOption) as caught:
+        Modular(parts={"encoder": "whole"})
+    key = "compile.modular.parts.encoder"
+    assert caught.value.typed == f"{key}='whole' is not a mapping of options: write {key}.how=whole"
 
 
 def test_a_bare_off_in_yaml_is_read_as_off() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from strategies import (
+    Auto,
     Buckets,
     Checkpointing,
     CudaGraph,
@@ -123,3 +124,18 @@ def test_compiler_settings_hold_inside_and_are_restored_after(fails: bool) -> No
 def test_what_is_no_list_of_strategies_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"^compile=.* is not a list of strategies, such as \[Regional\(\)\]$"):
         ordered(given)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Regional(blocks="net.layers"), r"Regional\(blocks='net.layers'\) is a text, not a list: write \['net"),
+        (lambda: Checkpointing(blocks="net"), r"Checkpointing\(blocks='net'\) is a text, not a list"),
+        (lambda: Whole(fullgraph="no"), r"Whole\(fullgraph='no'\) is a text, not bool"),
+        (lambda: Auto(candidates="regional"), r"Auto\(candidates='regional'\) is a text, not a list"),
+        (lambda: Auto(planned_steps="1000"), r"Auto\(planned_steps='1000'\) is a text, not int"),
+    ],
+)
+def test_a_text_where_none_belongs_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ordered([make()])

@@ -100,6 +100,48 @@ def test_batches_are_counted_by_the_function_that_is_given(tmp_path: Path) -> No
     assert record.tokens_per_second is None
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"whole": ["nope"]}, "whole: 'nope' matches no submodule"),
+        ({"whole": "layers"}, r"whole='layers' is a text, not a list: write \['layers'\]"),
+        ({"blocks": "layers"}, r"blocks='layers' is a text, not a list"),
+        ({"ragged": ["0"]}, r"ragged=\['0'\]: each is \(name, dimension, padding, extra\)"),
+        ({"ragged": [("0",)]}, r"ragged=\[\('0',\)\]: each is"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
+        ({"count": lambda batch: 3}, "count returned 3: it has to return a tuple of four"),
+    ],
+)
+def test_what_the_module_cannot_be_told_is_said(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(Blocks(), tmp_path, [Compile([Whole(backend="eager")], **options)])
+
+
+def compiled_whole() -> Any:
+    return torch.compile(Blocks(), backend="eager")
+
+
+def compiled_within() -> Any:
+    module: Any = Blocks()
+    module.head = torch.compile(module.head, backend="eager")
+    return module
+
+
+def compiled_in_place() -> Any:
+    module = Blocks()
+    module.head.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("make", [compiled_whole, compiled_within, compiled_in_place])
+def test_a_module_that_is_compiled_already_is_refused(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^(Blocks|head) is compiled already .*: hand over the plain one$"):
+        fit(make(), tmp_path, [Compile([Regional(backend="eager")])])
+    compile_ = Compile([])
+    assert len(fit(make(), tmp_path, [compile_])) == 6
+    assert any("is compiled by torch.compile already" in note for note in compile_.record.notes)
+
+
 def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     compile_ = Compile(warmup_steps=1, count=lambda batch: (len(batch[0]), None, None, None))
     losses = fit(Blocks(), tmp_path, [compile_], accumulate_grad_batches=2, max_steps=3)

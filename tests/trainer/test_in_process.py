@@ -171,6 +171,12 @@ def test_a_comparison_that_ctrl_c_ends_leaves_a_record_that_says_so(
     assert "eager: interrupted after 8 steps" in capsys.readouterr().out
 
 
+def test_arms_without_a_steady_step_are_not_said_to_be_missing() -> None:
+    found = compare(Blocks(), DataLoader([]), [Whole(backend="eager")], quiet=True, **SHORT)  # type: ignore[arg-type]
+    assert len(rows(found)) == 2
+    assert found.verdict == "eager has no steady steps, so there is nothing to compare; longer runs have some"
+
+
 def test_what_eager_raises_is_raised() -> None:
     class Wrong(Blocks):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -601,11 +601,18 @@ def compiled_already() -> nn.Module:
     return model
 
 
+def holding_a_compiled_one() -> nn.Module:
+    model: Any = Net()
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Strategy], dict[str, Any], str]] = {
     "capture": (Net, [CudaGraph(required=False)], {}, "cuda_graph captures whole steps: give loss="),
     "buckets": (Net, [Buckets()], {}, "buckets groups and pads batches"),
     "wrapped": (lambda: Fabric(accelerator="cpu").setup(Net()), [], {"loss": loss_function}, "Fabric or accelerate"),
     "compiled": (compiled_already, [Regional()], {}, "the module is compiled already"),
+    "compiled within": (holding_a_compiled_one, [Regional()], {}, "the module is compiled already"),
     "paths": (Net, [Regional(blocks=["layers"])], {}, "Regional.blocks: 'layers' matches no submodule"),
     "needless": (Net, [], {"clip": 1.0}, "clip= goes with loss="),
     "micro-batches": (Net, [], {"micro_batches": 0}, "micro_batches=0 must be at least 1"),
@@ -625,6 +632,17 @@ def test_what_does_not_fit_is_refused_before_the_first_batch(name: str, tmp_path
     assert "\n" not in str(caught.value)
     assert not optimizer._optimizer_step_post_hooks
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_no_module_or_no_optimizer_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"crucible.compile: Regional\(.*\) is no optimizer, which comes before the strat"
+    ):
+        compile(Net(), [Regional()])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"crucible.compile: None is no optimizer"):
+        compile(Net(), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"crucible.compile: <function .* is not a module"):
+        compile(lambda x: x, adam(Net()))  # type: ignore[arg-type]
 
 
 def test_two_optimizers_are_not_stepped_for_the_loop() -> None:

@@ -27,7 +27,7 @@ from strategies import Auto, Program, Ragged, Stage, Strategy
 from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, ordered
 from strategies.compiler_warmup import Preparation
 from strategies.loop_protocol import Loop, StepHook
-from strategies.regions import uncompile
+from strategies.regions import compiled_already, uncompile
 from strategies.tolerance import rounding_unit
 from strategies.torch_patches import static_marks_removed
 from trainer.advice import in_python, speaking_python
@@ -160,6 +160,16 @@ class CompiledTraining:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         # An iterator serves once.
         kept: dict[str, Any] = {name: list(one) if isinstance(one, Iterator) else one for name, one in given.items()}
+        for name in ("whole", "blocks", "parts"):
+            if isinstance(kept[name], str):  # each letter would be taken for a path
+                raise ValueError(f"{name}={kept[name]!r} is a text, not a list: write [{kept[name]!r}]")
+        for entry in kept["ragged"]:
+            if isinstance(entry, str) or not isinstance(entry, Sequence) or not 2 <= len(entry) <= 4:
+                raise ValueError(
+                    f"ragged={kept['ragged']!r}: each is (name, dimension, padding, extra), the last two optional"
+                )
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps} must be at least 0")
         if profile not in PROFILE:
             raise ValueError(f"profile={profile!r} is not one of {PROFILE}")
         self._given = Given(
@@ -244,6 +254,12 @@ class CompiledTraining:
             if not new and self.program is not None:
                 self._report_anew(self.program)
         if new or self.program is None:
+            theirs = compiled_already(module)
+            if theirs and any(one.stage is Stage.MODULE for one in self.strategies):
+                raise ValueError(
+                    f"{theirs[0]} is compiled already (torch.compile(module) or module.compile()) and would be "
+                    "compiled twice: hand over the plain one"
+                )
             if self._preparation is not None:
                 self._preparation.wait_for_imports()
             self.program = Program(
@@ -259,6 +275,8 @@ class CompiledTraining:
                 self.program.checking.unit = rounding_unit(precision, device, module)
             with speaking_python(self._in_script):
                 apply(self.strategies, self.program)
+            if theirs:
+                self.program.notes.append(f"{theirs[0]} is compiled by torch.compile already: eager steps run that")
             self.program.built, self._notes_logged = built, 0
             self._log_notes(self.program)
             if self._preparation is not None:

@@ -26,6 +26,7 @@ from strategies import Stage, Strategy
 from strategies.base import Padding
 from strategies.loop_protocol import RunMicroBatch
 from strategies.padding import length_of, to_edge
+from strategies.regions import compiled_already
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.distributed import SingleProcessLoop
 from trainer.loops.lightning_internals import replace, replaced
@@ -160,8 +161,7 @@ def refusals(trainer: Any, strategies: Sequence[Strategy]) -> list[str]:
             args.world_size > 1 or args.n_gpu > 1 or trainer.is_model_parallel
         ),
         "the model is compiled already (torch.compile(model) or model.compile()): hand over the plain model": (
-            model is not None
-            and any(one._compiled_call_impl is not None or hasattr(one, "_orig_mod") for one in model.modules())
+            model is not None and bool(compiled_already(model))
         ),
     }
     for strategy in strategies:

@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from strategies import Strategy
 from strategies.padding import length_of, to_edge
+from strategies.regions import compiled_already
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.plain import AUTOCAST, PlainLoop
 from trainer.run_end import main_script
@@ -95,7 +96,12 @@ def compile(
         raise ValueError(f"micro_batches={micro_batches} must be at least 1")
     if precision not in (None, *(known := ("32-true", *AUTOCAST, *PRECISIONS.values()))):
         raise ValueError(f"precision={precision!r} is not one of {known}")
-    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"crucible.compile: {module!r} is not a module")
+    given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for one in given:
+        if not (hasattr(one, "step") and hasattr(one, "zero_grad")):
+            raise ValueError(f"crucible.compile: {one!r} is no optimizer, which comes before the strategies")
     # Of Fabric and accelerate, which wrap them: what is compiled lies within.
     model: Any = module.module if is_wrapped(module) else module
     optimizers = [getattr(one, "optimizer", one) for one in given]
@@ -141,7 +147,7 @@ def _refusals(
     """What of strategies and loop cannot be combined, a line each."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         yield "several processes are not supported in a loop of your own yet; Lightning's Trainer takes them"
-    if hasattr(module, "_orig_mod") or any(one._compiled_call_impl is not None for one in module.modules()):
+    if compiled_already(module):
         yield "the module is compiled already (torch.compile(module) or module.compile()): hand over the plain one"
     if takes_steps and len(optimizers) != 1:
         yield f"loss= takes one optimizer, not {len(optimizers)}: without it, your loop steps them itself"

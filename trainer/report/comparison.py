@@ -197,8 +197,11 @@ def _compared(workload: str, cells: list[Cell], baseline: str, at_steps: Sequenc
 def _verdict(found: WorkloadComparison) -> str:
     base = found.baseline
     ratios = [row.ratio for row in found.rows if row.ratio is not None]
-    if not ratios:
+    if not ratios and not any(row.cell.finished for row in found.rows[1:]):
         return f"nothing but {base} was measured, so there is nothing to compare it with"
+    if not ratios:
+        without = base if found.rows[0].step_seconds is None else f"every arm but {base}"
+        return f"{without} has no steady steps, so there is nothing to compare; longer runs have some"
     judged = [found.rows[0], *(row for row in found.rows if row.ratio is not None)]
     if busy := [flag for row in judged for flag in row.flags if flag.startswith(BUSY)]:
         return f"no verdict, {busy[0]}"

@@ -39,6 +39,16 @@ FEW_SHAPES, MAX_NEW = 16, 4
 """Shapes, and new ones for each batch of one that was seen, from which on a new shape is the rule."""
 
 
+def _as_counts(counted: Any) -> Counts:
+    """What a counter of the user's returned. Raises ValueError where it is something else."""
+    if isinstance(counted, tuple | list) and len(counted) == 4:
+        return tuple(counted)  # type: ignore[return-value]
+    raise ValueError(
+        f"count returned {counted!r}: it has to return a tuple of four, samples, tokens, useful tokens and operations, "
+        "None for what is not known"
+    )
+
+
 def added_up(mine: Rates, everywhere: Sequence[Rates]) -> Rates:
     """``mine`` with those that count things added up over all processes, None where one of them has none."""
     names = ("samples_per_second", "tokens_per_second", "useful_tokens_per_second")
@@ -153,7 +163,7 @@ class Telemetry:
         step = self._step
         step.batches += 1
         if self.count is not None:
-            step.add(self.count(batch))
+            step.add(_as_counts(self.count(batch)))
         step.new_shape |= self._shapes.is_new(batch)
         if loss is not None:
             step.losses.append(loss)
