@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.strategies.modules import Block
-from trainer.loops.compiled_training import CompiledTraining
 
 
 class Blocks(L.LightningModule):
@@ -46,22 +45,6 @@ class Losses(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if outputs:  # a step that returned None has none
             self.values.append(float(outputs["loss"]))
-
-
-class StopsWhen(L.Callback):
-    """Ends a training once ``over`` holds in all processes, however long that takes."""
-
-    def __init__(self, over: Callable[[], bool]) -> None:
-        self._over = over
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.strategy.reduce_boolean_decision(self._over(), all=True)
-
-
-def has_chosen(compile_: CompiledTraining) -> bool:
-    """Whether the chooser of the training under way has decided."""
-    chooser = None if compile_.session is None else compile_.session.hooks.chooser
-    return chooser is not None and chooser.decided
 
 
 def quiet_trainer(**options: Any) -> L.Trainer:

@@ -468,15 +468,6 @@ reads(
 )  # fmt: skip
 
 
-@case("changes self.count")
-class CountsInTheStep(Plain):
-    count = 0
-
-    def scale(self, batch_idx: int) -> Any:
-        self.count += 1
-        return 1.0 if self.count % 3 else 2.0
-
-
 @case("changes self.last")
 class KeepsItsLastLoss(Plain):
     last: Any = 0.0

@@ -13,8 +13,7 @@ from strategies import CudaGraph, Program, Regional, Whole
 from strategies.cached.cache_session import fingerprint_of
 from strategies.cuda_graph.step_graphs import StepGraphs
 from strategies.modules import Auto
-from tests.processes import Pair
-from tests.trainer.lightning_modules import Blocks, StopsWhen, fit, has_chosen
+from tests.trainer.lightning_modules import Blocks, fit
 from tests.trainer.recording import RecordingEngine
 from tests.trainer.runs import train
 from tests.trainer.simulated import steps_take
@@ -258,24 +257,3 @@ def test_a_run_that_ends_in_the_middle_of_a_trial_leaves_what_was_best(
     assert (choice["chosen"], choice["decided_at_step"]) == ("eager", None)
     assert compile_.program.regions == []
     assert any("the run ended before the choice" in note for note in compile_.record.notes)
-
-
-def on_a_rank(folder: Path) -> tuple[list[tuple[Any, ...]], float]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        steps_take(monkeypatch, eager=1.0, regional=0.5)
-        compile_ = auto(candidates=["regional"])
-        decided = StopsWhen(lambda: has_chosen(compile_))
-        options = {"devices": 2, "strategy": "ddp", "max_steps": 2_000, "max_epochs": -1}
-        losses = fit(Blocks(), folder, [compile_, decided], **options)
-    table = compile_.record.report["auto"]["table"]
-    keys = ("switched_at_step", "stepped_back_at_step", "step_seconds", "failed")
-    return [(name, *(row[key] for key in keys)) for name, row in table.items()], losses[-1]
-
-
-@pytest.mark.xdist_group("two_processes")
-def test_processes_switch_at_the_same_steps(pair: Pair, tmp_path: Path) -> None:
-    (first, loss), (second, other) = pair(on_a_rank, tmp_path)
-    assert first == second
-    assert [row[0] for row in first if row[1] is not None] == ["eager", "regional"]
-    assert loss > 0
-    assert other > 0

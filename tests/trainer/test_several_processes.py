@@ -25,7 +25,7 @@ from tests.processes import Pair, on_ranks
 from tests.strategies import backends
 from tests.strategies.backends import Fault
 from tests.strategies.modules import Block
-from tests.trainer.lightning_modules import Blocks, StopsWhen, fit, has_chosen, quiet_trainer
+from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from tests.trainer.runs import train
 from tests.trainer.simulated import steps_take
@@ -54,6 +54,18 @@ class FaultFrom(L.Callback):
         Fault.backward = 1.01 if wrong else 1.0
 
 
+class StopsWhenChosen(L.Callback):
+    """Ends a training once the chooser of ``compile_`` has decided in all processes, however long that takes."""
+
+    def __init__(self, compile_: Compile) -> None:
+        self._compile = compile_
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        session = self._compile.session
+        chosen = session is not None and session.hooks.chooser is not None and session.hooks.chooser.decided
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(chosen, all=True)
+
+
 class Numbered(Block):
     def __init__(self, number: int, counts: int) -> None:
         super().__init__()
@@ -70,7 +82,6 @@ def trained(
     """What this process has to say about one training."""
     torch._dynamo.reset()
     compile_ = Compile(strategies, verbose=False, save=False, **options)
-    decided = StopsWhen(lambda: has_chosen(compile_))
     choosing = any(one.name == "auto" for one in strategies)
     error = None
     length = {"max_steps": 600 if choosing else -1 if isinstance(module, tuple(MANUAL_KINDS)) else STEPS}
@@ -78,7 +89,7 @@ def trained(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            callbacks = [FaultFrom(fault), compile_, *([decided] if choosing else [])]
+            callbacks = [FaultFrom(fault), compile_, *([StopsWhenChosen(compile_)] if choosing else [])]
             fit(module, folder, callbacks, devices=2, strategy=ddp, **length)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
