@@ -18,7 +18,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
+from strategies.proven_code import NoCode, without_compiling
 from strategies.region_check import Outcome, check_call, overlapping, weights_held, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, functions_behind, known
@@ -39,12 +40,12 @@ from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
 from strategies.torch_patches import allow
 
 MAX_CHECKED = 8
-"""Signatures of one kind of region that are checked at their first call; all of them with ``dynamic=False``, where each
-has code of its own. Of further ones those are that need some; where code lets them in that others have proven, as code
-for all lengths does, audits check them."""
+"""Signatures of one kind of region that are checked at their first call whatever code is there; all of them with
+``dynamic=False``, where each has code of its own. Further ones run by code that others have proven where it lets them
+in, as code for all lengths does, and are left to audits."""
 
 MAX_RECOMPILED = 16
-"""Calls of one region, with arguments of the same shapes, that may compile it anew: who goes on never settles."""
+"""Calls of one region, with arguments of the same shapes, for which code may be missing: who goes on never settles."""
 
 
 class State(StrEnum):
@@ -64,13 +65,7 @@ def is_ancestor(outer: str, path: str) -> bool:
 _SERIAL = itertools.count()
 
 
-_plain_calls = [0]
-"""Calls of ``_call`` that no compiled code took."""
-
-
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not torch.compiler.is_compiling():  # always True to Dynamo, so that no graph holds it
-        _plain_calls[0] += 1
     return self._call_impl(*args, **kwargs)
 
 
@@ -97,6 +92,8 @@ class Proof:
     """The region that showed them; it is looked at again, and the next that is called."""
     suspected_at: int = 0
     """``looks`` when it did."""
+    trained: bool = False
+    """Whether calls had run compiled by the code that showed them."""
     callers: list[Region] = field(default_factory=list)
     """Regions that were called so."""
     due: bool = False
@@ -106,7 +103,12 @@ class Proof:
     turn: int = 0
     """Which caller's: audits go from one to the next."""
     recompiled: Counter[str] = field(default_factory=Counter)
-    """By path of the caller, its calls that compiled something."""
+    """By path of the caller, its calls for which code was missing."""
+    missed: set[Region] = field(default_factory=set)
+    """Callers of which a call ran eager in part, for want of code: the next one is checked, which compiles it."""
+    compiling: set[Region] = field(default_factory=set)
+    """Callers for which such a check found no code missing, since copies of their arguments need other code, or the
+    call took another branch: the next call for which code is missing compiles it, and is audited."""
     reached: list[frozenset[str]] | None = None
     """For each tensor among the outputs, the parameters that its gradient reaches; None = all reach all. An encoder's
     blocks and a decoder's are of one kind, and reach others."""
@@ -362,8 +364,12 @@ class Region(StandIn):
         self.called_beside_a_step = False
         """The same by another thread."""
         self._compiled: Callable[..., Any] | None = None
+        self._proven: Callable[..., Any] | None = None
+        """The same without compiling."""
         self._of_forward: Callable[..., Any] | None = None
-        """The same of the forward alone, of what is sharded."""
+        """Compiled of the forward alone, of what is sharded."""
+        self._lacked = False
+        """Whether code was missing for a part of the call under way, which ran eager."""
         self._active = self._inside = False
         self._eager_in_step = False
         """Whether it ran eager in the step under way: what is computed again in its backward has to do so, too."""
@@ -421,7 +427,7 @@ class Region(StandIn):
 
     def recompile_with(self, options: dict[str, Any]) -> None:
         """Compile it anew, with Inductor's ``options`` beside its own."""
-        self._compiled = self._of_forward = None
+        self._compiled = self._proven = self._of_forward = None
         if options:
             self.arguments = {**self.arguments, "options": {**(self.arguments.get("options") or {}), **options}}
 
@@ -463,22 +469,24 @@ class Region(StandIn):
             may_be_covered = checks and many and self.arguments.get("dynamic") is not False
         if self not in proof.callers:
             proof.callers.append(self)
-        if may_be_covered:
-            return self._run_with_proven_code(proof, args, kwargs)
         checking = self._checking
+        missed = self in proof.missed and not self._compiled_in_step
         audit = (
             proof.proven
             and proof.due
-            and not (self._compiled_in_step or checking.audited)
+            and not (missed or self._compiled_in_step or checking.audited)
             and proof.is_for(self)
             and kind.may_audit(proof, checking)
         )
-        if proof.proven and not audit:
-            return self._run(proof, args, kwargs)
+        if (proof.proven or may_be_covered) and not (audit or missed):
+            try:
+                return self._run(proof, args, kwargs)
+            except NoCode:  # nothing has run
+                missed = True
         self._eager_in_step = True
         waits = checking.one_kind_a_step and checking.checked not in (None, kind)
-        if checks and not waits and (audit or proof.looks == 0 or proof.is_suspected(self)):
-            result = self._checked(proof, args, kwargs, audit=audit)
+        if checks and not waits and (audit or missed or proof.looks == 0 or proof.is_suspected(self)):
+            result = self._checked(proof, args, kwargs, audit=audit, missed=missed)
             if kind.differs or kind.error or proof.suspected:
                 kind.functions |= functions_behind(result, (args, kwargs))
         else:
@@ -493,16 +501,18 @@ class Region(StandIn):
             kind.left_alone |= {one.name for one in watched}
         return result
 
-    def _checked(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any], *, audit: bool) -> Any:
+    def _checked(
+        self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any], *, audit: bool, missed: bool
+    ) -> Any:
         """Check the call; returns eager's result. What FSDP2 shards is checked where its parameters are gathered, which
         is within its hooks, without a collective."""
         if not self.is_sharded:
-            self._check(proof, args, kwargs, audit=audit)
+            self._check(proof, args, kwargs, audit=audit, missed=missed)
             return self._eager(args, kwargs)
         forward = self.module.forward
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            self._check(proof, args, kwargs, audit=audit, forward=forward)
+            self._check(proof, args, kwargs, audit=audit, missed=missed, forward=forward)
             return forward(*args, **kwargs)
 
         with self._forward_being(checked):
@@ -515,6 +525,7 @@ class Region(StandIn):
         kwargs: dict[str, Any],
         *,
         audit: bool,
+        missed: bool,
         forward: Callable[..., Any] | None = None,
     ) -> None:
         if any(hasattr(one, "to_local") for one in self.module.parameters()):  # of another mesh: collectives are within
@@ -525,7 +536,7 @@ class Region(StandIn):
             )
             return
         kind, checking = self.of, self._checking
-        audit = audit or proof.looks > 1  # a second look at what an audit found
+        audit = audit or (bool(proof.suspected) and proof.trained)  # a second look at what an audit found
         began = checking.clock()
         checking.begin(self)
         owed, due, must = set(kind.owed), proof.due, proof.must
@@ -558,12 +569,13 @@ class Region(StandIn):
             return
         finally:
             self._inside = False
-        self._note_compiled(proof, graphs)
+        compiled = self._note_compiled(proof, graphs)
         again, wrong = bool(proof.suspected), outcome.wrong
         proof.looks += not outcome.unseen
         if outcome.unseen:  # this call shows whether the next one can be checked
             self._watched = outcome.unseen
             kind.owed, proof.due, proof.must = owed, due, must
+            missed = False
         elif outcome.error is not None:
             self._refuse(proof, outcome.error)
         elif outcome.skipped is not None:
@@ -574,18 +586,23 @@ class Region(StandIn):
             if self.is_evaluated:
                 kind.run_evaluations_eager(reason, differs=wrong, trusted=audit)
             else:
-                kind.culprit = proof
+                kind.culprit = proof if proof.trained else replace(proof, ran=False)
                 kind.fail(reason, differs=wrong)
         elif wrong:
-            proof.suspected, proof.suspect, proof.suspected_at = wrong, self, proof.looks
+            proof.suspected, proof.suspect, proof.suspected_at, proof.trained = wrong, self, proof.looks, audit
             proof.proven = proof.clean = False
         else:
             if outcome.how in ("draws", "seeds"):
                 proof.drew_as_inductor = outcome.how == "draws"
             if proof.suspect in (None, self):  # another region's clean look clears nobody
                 proof.suspected, proof.suspect, proof.clean = [], None, True
+            if missed and not compiled:
+                self._count_missing(proof)
+                proof.compiling.add(self)
             if any(one != outcome.reached[0] for one in outcome.reached):
                 proof.reached = outcome.reached
+        if missed:
+            proof.missed.discard(self)
         checking.report(
             Check(
                 path=self.path,
@@ -605,24 +622,17 @@ class Region(StandIn):
         else:
             self.of.fail(one_line(error), error)
 
-    def _run_with_proven_code(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run code that other signatures have proven, if its guards let the call in; else eager, and the next call of
-        this signature is checked as a first one."""
-        ran, before = self._compiled_in_step, _plain_calls[0]
-        with torch.compiler.set_stance("eager_on_recompile"):
-            result = self._run(proof, args, kwargs)
-        proof.proven = proof.ran = _plain_calls[0] == before and not self._eager_in_step
-        if not proof.proven:
-            self._compiled_in_step, self._eager_in_step = ran, True
-        return result
-
     def _run(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call compiled, by code that was compared with eager before. Raises NoCode where there is none."""
         graphs = counters["stats"]["unique_graphs"]
-        kept = None
+        compiles = self._checking.mode == "off" or self in proof.compiling
+        self._lacked, kept = False, None
         try:
-            if not self.arguments.get("fullgraph", False) and self._compiled is None:
+            if compiles and not self.arguments.get("fullgraph", False) and self._compiled is None:
                 kept = RegionState(self.module, (args, kwargs))  # a part may run before another does not compile
-            result = self.compiled(*args, **kwargs)
+            result = self.compiled(*args, **kwargs) if compiles else self._by_proven_code(args, kwargs)
+        except NoCode:
+            raise
         except Exception as error:
             # Recomputation of a checkpoint ends by an exception of its own, once it has what the backward needs.
             if is_out_of_memory(error) or type(error).__module__ == "torch.utils.checkpoint":
@@ -633,8 +643,12 @@ class Region(StandIn):
             result = self._eager(args, kwargs)  # which raises itself what is the user's own error
             self._refuse(proof, error)
             return result
-        self._compiled_in_step = proof.ran = True
+        if self._lacked:
+            proof.missed.add(self)
+        if not self._eager_in_step:
+            self._compiled_in_step = proof.ran = proof.proven = True
         if self._note_compiled(proof, graphs) and self._checking.mode != "off":
+            proof.compiling.discard(self)
             proof.due = proof.must = True
             proof.turn = proof.callers.index(self)
         if torch.is_grad_enabled():
@@ -645,10 +659,13 @@ class Region(StandIn):
         """Whether there are more graphs than ``graphs``; code that is compiled again and again runs eager."""
         if counters["stats"]["unique_graphs"] == graphs:
             return False
+        self._count_missing(proof)
+        return True
+
+    def _count_missing(self, proof: Proof) -> None:
         proof.recompiled[self.path] += 1
         if proof.recompiled[self.path] > MAX_RECOMPILED:
             self.of.fail(NEVER_SETTLES)
-        return True
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.module._call_impl(*args, **kwargs)
@@ -663,15 +680,41 @@ class Region(StandIn):
     def compiled(self) -> Callable[..., Any]:
         """The compiled call; made at the first use, compiled at its first call."""
         if self._compiled is None:
-            if self.is_sharded:
-                self._compiled = self._within_hooks()
-            else:
-                self._compiled = torch.compile(
-                    types.MethodType(self.of.code(self.module, self.layout), self.module), **self.arguments
-                )
-            if self._derived:
-                self._compiled = self._deriving(self._compiled)
+            self._make()
+            assert self._compiled is not None
         return self._compiled
+
+    def _make(self) -> None:
+        """Make the compiled call, and the same without compiling."""
+        if self.is_sharded:
+            self._compiled, self._proven = self._within_hooks(), self._within_hooks(compiles=False)
+        else:
+            function = types.MethodType(self.of.code(self.module, self.layout), self.module)
+            self._compiled = torch.compile(function, **self.arguments)
+            self._proven = without_compiling(self._compiled, function, self._note_lacking)
+        if self._derived:
+            self._compiled, self._proven = self._deriving(self._compiled), self._deriving(self._proven)
+
+    def _note_lacking(self) -> None:
+        self._lacked = True
+
+    def _by_proven_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._proven is None:
+            self._make()
+            assert self._proven is not None
+        try:
+            return self._proven(*args, **kwargs)
+        except NoCode:
+            if not self._is_bound_to_compiled:
+                raise
+            return self.compiled(*args, **kwargs)
+
+    @property
+    def _is_bound_to_compiled(self) -> bool:
+        """Whether a call may not run eager: what an earlier call of this step has computed by compiled code is computed
+        again for its backward, which takes what the same code saves. Such a call compiles, and is audited."""
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return self._compiled_in_step and (hooked or torch._C._current_graph_task_id() != -1)
 
     @property
     def has_code(self) -> bool:
@@ -732,15 +775,22 @@ class Region(StandIn):
             if before is not None:
                 attributes["forward"] = before
 
-    def _within_hooks(self) -> Callable[..., Any]:
+    def _within_hooks(self, *, compiles: bool = True) -> Callable[..., Any]:
         """The compiled call of a module that FSDP2 shards. Its parameters are gathered by hooks, which Dynamo does not
-        trace and which run once a call: the forward alone is compiled, and eager's takes its place within."""
+        trace and which run once a call: the forward alone is compiled, and eager's takes its place within; where it
+        ``compiles`` nothing and code is missing, too."""
         module, eager = self.module, self.module.forward
         compiled = self._compiled_forward(eager)
+        used = compiled if compiles else without_compiling(compiled, eager, self._note_lacking)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
-                return compiled(*args, **kwargs)
+                return used(*args, **kwargs)
+            except NoCode:
+                if self._is_bound_to_compiled:
+                    return compiled(*args, **kwargs)
+                self._eager_in_step = self._lacked = True
+                return eager(*args, **kwargs)
             except Exception as error:
                 if not is_compile_error(error):
                     raise

@@ -731,6 +731,7 @@ def _copied(
             named[f"input {len(named)}"] = made
             # What was computed may be written to in place, and a leaf that wants gradients may not.
             copies[id(tensor)] = made if tensor.is_leaf or group is not None else clone(made)
+            vars(copies[id(tensor)]).update(_marks(tensor))
             versions[f"input {len(versions)}"] = copies[id(tensor)], version_of(copies[id(tensor)])
         return copies[id(tensor)]
 
@@ -756,6 +757,14 @@ def overlapping(values: Iterable[Any]) -> list[list[Tensor]]:
         if key[0] and not apart:
             groups.append([*found.values()])
     return groups
+
+
+def _marks(tensor: Tensor) -> dict[str, Any]:
+    """Which sizes were called dynamic or static (``torch._dynamo.mark_dynamic``), at which guards look; not that its
+    address never changes."""
+    marks = {name: one for name, one in vars(tensor).items() if name.startswith("_dynamo_")}
+    marks.pop("_dynamo_static_input_type", None)
+    return marks
 
 
 def version_of(tensor: Tensor) -> int:

@@ -457,7 +457,7 @@ class _Parts(CompiledParts):
             id(proof)
             for kind in kinds
             for proof in kind.proofs.values()
-            if proof.due and kind.may_audit(proof, checking)
+            if proof.missed or (proof.due and kind.may_audit(proof, checking))
         }
 
 

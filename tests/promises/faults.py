@@ -356,6 +356,18 @@ def _catalogue() -> list[Planted]:
             words = f"{name}, {'SGD' if sgd else 'AdamW'}"
             add(words, "optimizer", lambda begins, fault=fault: optimizer(fault, begins=begins), module={"sgd": sgd})
         late(name, "optimizer", lambda begins, fault=fault: optimizer(fault, begins=begins))
+    for name in ("output 1% too large", "ReLU for GELU", "one column is not a number"):
+        for how in (regional, whole):
+            fault, edit = FORWARD[name]
+            add(
+                f"code for another number: {name}, {how.__name__}",
+                "anew",
+                lambda begins, fault=fault, edit=edit, how=how: how(fault, edit, begins=begins, anew=True),
+                module={"scaled_from": 7},
+                begins=7,
+                by=8,
+                steps=10,
+            )
     add("results of the call before", "memory", region(_stale), by=6, steps=8)
     add("a gradient of the call before", "memory", region(stale_gradient("up_parameters_weight")), by=6, steps=8)
     add("weights of the first call for ever", "memory", region(_frozen), by=6, steps=8)
@@ -443,7 +455,9 @@ def missed(fault: Planted, outcome: Outcome) -> str | None:
         return f"FALSE ALARM at step {step}, it begins at {fault.begins}"
     if fault.validates and (outcome.record.eager_parts or not outcome.record.eager_evaluations):
         return f"found at step {step}, and what trains ran eager: {outcome.record.eager_parts}"
-    if fault.begins == 1 and fault.kind in ("forward", "gradient", "buffer", "optimizer", "random"):
+    if fault.kind == "anew" or (
+        fault.begins == 1 and fault.kind in ("forward", "gradient", "buffer", "optimizer", "random")
+    ):
         expected = _healthy(fault, bf16=outcome.trainer.precision != "32-true")
         if (distance := apart(outcome.losses, expected)) > 1e-5:
             return f"found at step {step}, and trained with before: losses are {distance:.1e} apart from eager's"

@@ -63,13 +63,16 @@ Fault = Callable[[Call], list[Any]]
 Edit = Callable[[GraphModule], None]
 
 
-def backend(fault: Fault = Call.run_faulty, edit: Edit | None = None, *, begins: int = 1) -> str:
-    """The name of a compiler whose graphs go through ``fault``, or are changed by ``edit``, from a step on."""
+def backend(fault: Fault = Call.run_faulty, edit: Edit | None = None, *, begins: int = 1, anew: bool = False) -> str:
+    """The name of a compiler whose graphs go through ``fault``, or are changed by ``edit``, from a step on; with
+    ``anew`` those alone that it makes from that step on."""
     memory: dict[Any, Any] = {}
 
     def compiler(graph: GraphModule, _: Any) -> Callable[..., Any]:
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         training = torch.is_grad_enabled()
+        if anew and Clock.step < begins:
+            return graph.forward
         faulty = copy.deepcopy(graph)
         if edit is not None:
             edit(faulty)
@@ -87,14 +90,18 @@ def backend(fault: Fault = Call.run_faulty, edit: Edit | None = None, *, begins:
     return name
 
 
-def regional(fault: Fault = Call.run_faulty, edit: Edit | None = None, *, begins: int = 1) -> list[Strategy]:
+def regional(
+    fault: Fault = Call.run_faulty, edit: Edit | None = None, *, begins: int = 1, anew: bool = False
+) -> list[Strategy]:
     """``Regional`` by such a compiler."""
-    return [Regional(backend=backend(fault, edit, begins=begins))]
+    return [Regional(backend=backend(fault, edit, begins=begins, anew=anew))]
 
 
-def whole(fault: Fault = Call.run_faulty, edit: Edit | None = None, *, begins: int = 1) -> list[Strategy]:
+def whole(
+    fault: Fault = Call.run_faulty, edit: Edit | None = None, *, begins: int = 1, anew: bool = False
+) -> list[Strategy]:
     """``Whole`` by such a compiler."""
-    return [Whole(backend=backend(fault, edit, begins=begins))]
+    return [Whole(backend=backend(fault, edit, begins=begins, anew=anew))]
 
 
 def optimizer(fault: Fault, *, begins: int = 1) -> list[Strategy]:
@@ -183,6 +190,9 @@ def written(change: Callable[[Tensor, Tensor, int], Any], part: str = "") -> Fau
 class Block(nn.Module):
     """Attention and a hidden layer, each on top of what comes in. x_BTD: batch, positions, width."""
 
+    scale = 1
+    """What the hidden layer's results are multiplied by: a number that only a guard knows."""
+
     def __init__(self, dropout: float, statistics: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -198,18 +208,23 @@ class Block(nn.Module):
         hidden = nn.functional.gelu(self.up(x_BTD))
         if self.statistics is not None:
             hidden = self.statistics(hidden.flatten(0, 1)).view_as(hidden)
+        if self.scale != 1:
+            hidden = hidden * self.scale
         return x_BTD + self.dropout(hidden)
 
 
 class Small(L.LightningModule):
     """Two blocks between a stem and a head: the module that faults are planted into."""
 
-    def __init__(self, *, dropout: float = 0.0, statistics: bool = False, sgd: bool = False) -> None:
+    def __init__(
+        self, *, dropout: float = 0.0, statistics: bool = False, sgd: bool = False, scaled_from: int | None = None
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Block(dropout, statistics) for _ in range(2))
         self.head = nn.Linear(WIDTH, 1)
         self._sgd = sgd
+        self._scaled_from = scaled_from
 
     def loss(self, batch: Any) -> Tensor:
         x_BTD, target_BT1 = batch
@@ -219,6 +234,9 @@ class Small(L.LightningModule):
         return nn.functional.mse_loss(self.head(x_BTD), target_BT1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self._scaled_from == self.global_step + 1:
+            for layer in self.layers:
+                layer.scale = 2
         return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -41,6 +41,8 @@ class Fault:
     """What the backend ``FAULTY`` multiplies the results of its graphs by, and what it calls before each of them."""
 
     forward = backward = 1.0
+    scale = 1
+    """By which a test's own backend decides what is wrong."""
 
     @staticmethod
     def before() -> None: ...

@@ -42,7 +42,7 @@ FEW_SHAPES, MAX_NEW = 16, 4
 def _as_counts(counted: Any) -> Counts:
     """What a counter of the user's returned. Raises ValueError where it is something else."""
     if isinstance(counted, tuple | list) and len(counted) == 4:
-        return tuple(counted)  # type: ignore[return-value]
+        return tuple(counted)
     raise ValueError(
         f"count returned {counted!r}: it has to return a tuple of four, samples, tokens, useful tokens and operations, "
         "None for what is not known"
