@@ -12,9 +12,11 @@ import contextlib
 import contextvars
 import datetime
 import decimal
+import dis
 import enum
 import functools
 import gc
+import importlib.util
 import logging
 import random
 import re
@@ -22,7 +24,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 from unittest import mock
@@ -318,6 +320,12 @@ class HostRecorder:
                     if name in names and (id(names), name) not in self._values:
                         self._values[id(names), name] = named(names, name, names[name], "global ", place)
                         self._reach(names[name], name)
+                for module, imported in imports_of(code, names):
+                    self._reach(module, module.__name__)
+                    if is_users_module(module):
+                        for name in vars(module).keys() & imported:
+                            self._expect(vars(module), name, vars(module)[name], f"{module.__name__}.", module)
+                            self._reach(vars(module)[name], f"{module.__name__}.{name}")
                 if (method := self._methods.get(code)) is not None:
                     self._reach_function(method)
 
@@ -492,8 +500,7 @@ class HostRecorder:
             function = getattr(function, "__wrapped__", None)
 
     def _reach_module(self, module: types.ModuleType) -> None:
-        file = getattr(module, "__file__", None)
-        if file is None or origin_of(file) != "other" or "site-packages" in file:
+        if not is_users_module(module):
             return
         self._label(module, f"{module.__name__}.")
         if type(module) is types.ModuleType:
@@ -555,6 +562,27 @@ def attributes_of(obj: Any) -> dict[str, Any]:
     except AttributeError:
         attributes = {}
     return attributes
+
+
+def imports_of(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[tuple[types.ModuleType, Sequence[str]]]:
+    """Modules that ``code``, a function whose globals are ``names``, imports as it runs; what it takes from each."""
+    before: list[Any] = []
+    for one in dis.get_instructions(code):
+        if one.opname == "IMPORT_NAME":
+            level, taken = before[-2:]
+            with contextlib.suppress(ImportError):  # from a package above the top
+                full = importlib.util.resolve_name("." * level + one.argval, names.get("__package__"))
+                if isinstance(module := sys.modules.get(full), types.ModuleType):
+                    yield module, taken or ()
+        before.append(one.argval)
+
+
+def is_users_module(module: types.ModuleType) -> bool:
+    """Whether it is neither a library's nor built in: what it holds may change."""
+    file = getattr(module, "__file__", None)
+    if file is None:  # a notebook's, or made by hand
+        return getattr(module, "__spec__", None) is None
+    return origin_of(file) == "other" and "site-packages" not in file
 
 
 def top_of(cls: type) -> str:

@@ -567,8 +567,7 @@ def trainings() -> Iterator[tuple[str, str, str]]:
 
 
 UNSEEN_BY_A_CAPTURE = (
-    "global of another module", "environment", "thread's own", "enumeration's member", "counter of another thread",
-    "attribute of a parameter",
+    "environment", "thread's own", "enumeration's member", "counter of another thread", "attribute of a parameter",
 )  # fmt: skip
 """Kinds that a captured step advances by its own code, and a replay does not: audits alone find that."""
 

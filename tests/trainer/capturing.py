@@ -12,6 +12,9 @@ from strategies.base import apply, begin, end
 from strategies.cuda_graph.step_capture import StepCapture
 from trainer.loops.lightning import LightningLoop
 
+SCALE_ELSEWHERE = 1.0
+"""A global that modules of tests read as they run."""
+
 
 class Captured(L.Callback):
     """Captures the steps of a training by ``strategies``, one of which is of the STEP stage."""

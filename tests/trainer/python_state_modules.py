@@ -13,6 +13,7 @@ import itertools
 import operator
 import os
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -360,6 +361,18 @@ def with_default(held: list[float] = [1.0]) -> float:  # noqa: B006
     return held[0]
 
 
+def imported() -> float:
+    from tests.trainer.capturing import SCALE_ELSEWHERE
+
+    return SCALE_ELSEWHERE
+
+
+def of_an_imported_module() -> float:
+    import tests.trainer.capturing as elsewhere
+
+    return elsewhere.SCALE_ELSEWHERE
+
+
 def partly() -> dict[str, Any]:
     weights = [1.0]
     return {"weights": weights, "look": functools.partial(list.__getitem__, weights, 0)}
@@ -407,6 +420,11 @@ reads(
     lambda self, value: setattr(type(self), "factor", value),
 )  # fmt: skip
 reads("ReadsAGlobal", "global SCALE", lambda self: SCALE, lambda self, value: globals().update(SCALE=value))
+for name, look in (("ImportsAGlobal", imported), ("ReadsAnImportedModule", of_an_imported_module)):
+    reads(
+        name, "capturing.SCALE_ELSEWHERE", lambda self, look=look: look(),
+        lambda self, value: setattr(sys.modules["tests.trainer.capturing"], "SCALE_ELSEWHERE", value),
+    )  # fmt: skip
 reads(
     "ReadsAGlobalDictionary", "SETTINGS['scale']", lambda self: SETTINGS["scale"],
     lambda self, value: SETTINGS.update(scale=value),
