@@ -1,7 +1,7 @@
 """Call what Dynamo has compiled and never compile; who asks for code that is not there is told.
 
 ``torch.compiler.set_stance("eager_on_recompile")`` does that, too, but says nothing of what it runs eager, and takes 6
-to 12 microseconds a call; this takes none. It reaches into torch's wrapper of a compiled function. All versions, 2.11
+microseconds a call; this takes none. It reaches into torch's wrapper of a compiled function. All versions, 2.11
 to 2.15: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/eval_frame.py (_TorchDynamoContext).
 """
 
@@ -43,7 +43,9 @@ class _Asked:
         return ConvertFrameReturn(_EAGER_THIS_TIME, apply_to_code=False)
 
 
-def without_compiling(compiled: Any, function: Any, note: Callable[[], Any]) -> Callable[..., Any]:
+def without_compiling(
+    compiled: Any, function: Any, note: Callable[[], Any], *, fullgraph: bool = False
+) -> Callable[..., Any]:
     """``compiled``, which ``torch.compile`` has made of the method ``function``, by code that is there.
 
     Where no code lets the call itself in, it raises ``NoCode`` before anything has run. Where that is so for a part of
@@ -54,5 +56,6 @@ def without_compiling(compiled: Any, function: Any, note: Callable[[], Any]) -> 
         called: Callable[..., Any] = compiled
         return called
     asked: Any = _Asked(held["callback"].cell_contents, function, note)
-    made: Callable[..., Any] = _TorchDynamoContext(asked)(function)
+    # With fullgraph, what a graph calls is never compiled, and nobody is asked.
+    made: Callable[..., Any] = _TorchDynamoContext(asked, fullgraph=fullgraph)(function)
     return made

@@ -691,9 +691,13 @@ class Region(StandIn):
         else:
             function = types.MethodType(self.of.code(self.module, self.layout), self.module)
             self._compiled = torch.compile(function, **self.arguments)
-            self._proven = without_compiling(self._compiled, function, self._note_lacking)
+            self._proven = self._without_compiling(self._compiled, function)
         if self._derived:
             self._compiled, self._proven = self._deriving(self._compiled), self._deriving(self._proven)
+
+    def _without_compiling(self, compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        whole = bool(self.arguments.get("fullgraph"))
+        return without_compiling(compiled, function, self._note_lacking, fullgraph=whole)
 
     def _note_lacking(self) -> None:
         self._lacked = True
@@ -781,7 +785,7 @@ class Region(StandIn):
         ``compiles`` nothing and code is missing, too."""
         module, eager = self.module, self.module.forward
         compiled = self._compiled_forward(eager)
-        used = compiled if compiles else without_compiling(compiled, eager, self._note_lacking)
+        used = compiled if compiles else self._without_compiling(compiled, eager)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:

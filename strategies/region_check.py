@@ -725,12 +725,14 @@ def _copied(
     def copy(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
             group = shared.get(id(tensor))
-            made = altered(clone(tensor.detach())) if group is None else within(tensor, group)
-            if tensor.requires_grad:
-                made.requires_grad_()
+            # Guards look at whether it wants gradients, and was made in inference mode, however it is called now.
+            with torch.inference_mode(tensor.is_inference()):
+                made = altered(clone(tensor.detach())) if group is None else within(tensor, group)
+                if tensor.requires_grad:
+                    made.requires_grad_()
+                # What was computed may be written to in place, and a leaf that wants gradients may not.
+                copies[id(tensor)] = made if tensor.is_leaf or group is not None else clone(made)
             named[f"input {len(named)}"] = made
-            # What was computed may be written to in place, and a leaf that wants gradients may not.
-            copies[id(tensor)] = made if tensor.is_leaf or group is not None else clone(made)
             vars(copies[id(tensor)]).update(_marks(tensor))
             versions[f"input {len(versions)}"] = copies[id(tensor)], version_of(copies[id(tensor)])
         return copies[id(tensor)]

@@ -326,6 +326,31 @@ def test_a_branch_that_the_next_call_does_not_take_is_compiled_when_it_comes_aga
     assert [one.audit for one in found] == [False, False, True]
 
 
+def without_gradients(block: nn.Module) -> Any:
+    computed = torch.randn(3, 8, requires_grad=True) * 2
+    with torch.no_grad():
+        return block(computed)
+
+
+def in_inference_mode(block: nn.Module) -> Any:
+    made_before = torch.randn(3, 8)
+    with torch.inference_mode():
+        return block(made_before)
+
+
+@pytest.mark.parametrize("call", [without_gradients, in_inference_mode])
+def test_copies_are_of_the_kind_that_the_arguments_are(call: Callable[[nn.Module], Any]) -> None:
+    """Else code is compiled for copies, and the call needs other code."""
+    block = Counted()
+    program, before = compiled(block), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for ran_eager in (1, 0, 0):
+        Counted.eager_calls = 0
+        with one_step(program):
+            call(block)
+        assert Counted.eager_calls == ran_eager
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+
+
 def test_sizes_that_are_marked_are_so_in_a_check() -> None:
     block = Counted()
     program, found, before = compiled(block), [], torch._dynamo.utils.counters["stats"]["unique_graphs"]
