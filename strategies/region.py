@@ -363,6 +363,8 @@ class Region(StandIn):
         """Whether it was called within a step or an evaluation."""
         self.called_beside_a_step = False
         """The same by another thread."""
+        self.called_under_a_mode = False
+        """The same where somebody traces, counts or transforms what runs."""
         self._compiled: Callable[..., Any] | None = None
         self._proven: Callable[..., Any] | None = None
         """The same without compiling."""
@@ -442,7 +444,10 @@ class Region(StandIn):
             self.called_beside_a_step = True
             with weights_held():
                 return module._call_impl(*args, **kwargs)
-        if self._inside or is_looked_at(args):
+        if self._inside:
+            return module._call_impl(*args, **kwargs)
+        if is_looked_at(args):
+            self.called_under_a_mode = True
             return module._call_impl(*args, **kwargs)
         if self._layout is None and any(map(is_lazy, module.parameters())):
             return module._call_impl(*args, **kwargs)

@@ -590,6 +590,7 @@ class _Runs:
         with contextlib.suppress(Exception), self.altering(), _perturbed(self.module, unit):
             for number in range(ROUNDED):
                 sample("rounded", eager, SEED + number, off=unit)
+        _fill_in_left_out(samples, first)
         return _apart_in_means(samples, unit, multiple)
 
     def slopes_apart(self, compiled: Callable[..., Any]) -> list[Difference]:
@@ -639,6 +640,16 @@ def _threes(tensors: Tensors, first: Tensors) -> dict[str, Tensor]:
         rows = torch.stack([lengths, along / firsts.clamp(min=1e-30), away], 1).double().cpu()  # one wait for all
         found.update(zip(names, rows, strict=True))
     return found
+
+
+def _fill_in_left_out(samples: dict[str, list[dict[str, Tensor]]], first: Tensors) -> None:
+    """A gradient that there is under some seeds alone, in both arms, is one of zeros under the others: layers are left
+    out at random. Where one arm never has it, it stays away."""
+    for name in [name for name in first if name.startswith("gradient of ")]:
+        if all(any(name in one for one in samples[arm]) for arm in ("eager", "compiled")):
+            none = torch.tensor([0.0, 0.0, float(first[name].norm())], dtype=torch.float64)
+            for one in itertools.chain.from_iterable(samples.values()):
+                one.setdefault(name, none)
 
 
 def _apart_in_means(samples: dict[str, list[dict[str, Tensor]]], unit: float, multiple: float) -> list[Difference]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from crucible import Whole
+from torch import Tensor
 
 from tests.promises.architectures import drawn, tried
+from tests.promises.cases import DropoutBlock
+from tests.promises.training import Module, Net, train, vectors
 from tests.sweep import some
 
 CLOSE = {False: 1e-3, True: 5e-2}
@@ -26,3 +31,24 @@ def test_a_random_architecture_by_inductor(seed: int) -> None:
     result = tried(drawn(seed, backend="inductor"), own_random_numbers=True)
     assert result.outcome.ended is None, result.outcome.end
     assert result.alarm is None
+
+
+class LayerDrop(Net):
+    """Leaves layers out at random, as wav2vec 2.0 does: their weights have no gradient then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            if not self.training or torch.rand(()) > 0.3:
+                x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.slow
+def test_layers_that_are_left_out_at_random() -> None:
+    make = lambda: Module(LayerDrop([DropoutBlock() for _ in range(3)]))  # noqa: E731
+    outcome = train(make, [Whole()], data=vectors(8))
+    assert outcome.ended is None, outcome.end
+    assert outcome.record is not None
+    assert not outcome.record.eager_parts
+    assert outcome.record.report["parity"]["how"] == ["seeds"]

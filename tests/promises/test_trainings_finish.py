@@ -18,11 +18,12 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, WithATool
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
 from tests.sweep import MARK
-from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE
+from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE, UNDER_A_MODE
 
 STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
     "regional": lambda: [Regional(backend="aot_eager")],
@@ -204,6 +205,29 @@ def test_jagged_batches_are_checked_and_compiled_once_for_all_lengths() -> None:
 def test_blocks_that_another_thread_calls_are_named() -> None:
     record = as_eager(CASES["CalledInAThread"].make, [Regional(backend="aot_eager")]).record
     assert set(record.eager_parts.values()) == {CALLED_BESIDE}
+
+
+def test_blocks_that_run_under_a_mode_alone_are_named() -> None:
+    class Counts(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                loss = self.loss(batch)
+            self.observed = [*getattr(self, "observed", []), counter.get_total_flops()]
+            return loss
+
+    record = as_eager(Counts, [Regional(backend="aot_eager")]).record
+    assert record is not None
+    assert set(record.eager_parts.values()) == {UNDER_A_MODE}
+
+
+def test_a_block_whose_place_alone_changes_is_still_compiled() -> None:
+    class DropsTheFirst(Module):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                del self.net.blocks[0]
+
+    seen = as_eager(DropsTheFirst, [Regional(backend="aot_eager")], max_epochs=3)
+    assert [one for one in seen.warned if "no longer" in one] == ["net.blocks.0: no longer in the module"]
 
 
 def test_a_second_fit() -> None:

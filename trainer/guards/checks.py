@@ -44,6 +44,9 @@ NEVER_CALLED = "never called (a module has to be called itself, not its forward 
 WAITING = "was never called, and holds nothing that is trained"
 OWN_CALL = "never called by torch's own call: its class has a __call__ that goes around it, and stays eager"
 CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
+UNDER_A_MODE = (
+    "called only where something looks at what runs (FlopCounterMode, a tracer, torch.func), and runs eager there"
+)
 CALLED_IN_VAIN = "called, and nothing in it was compiled"
 JOINED = "was added to the module while it trained and runs eager: what is compiled is chosen before"
 SHARDED = "its parameters are sharded: nothing is compared"
@@ -493,8 +496,11 @@ class Checks(StepHook):
             return
         self._check_joined()
         there = dict(self._program.module.named_modules(remove_duplicate=False))
-        if gone := [one.path for one in submodules(self._program.regions) if there.get(one.path) is not one.module]:
-            self.warn(f"{', '.join(gone)}: no longer in the module; what took the place of a region ran eager")
+        regions, present = submodules(self._program.regions), set(there.values())
+        if gone := [one.path for one in regions if one.module not in present]:
+            replaced = not {one.module for one in regions}.issuperset(there[path] for path in gone if path in there)
+            what = "; what took the place of a region ran eager" if replaced else ""
+            self.warn(f"{', '.join(gone)}: no longer in the module{what}")
         missing = self._not_compiled()
         for path, reason in missing.items():
             if not any(is_ancestor(one.path, path) and one.state == "failed" for one in self._program.regions):
@@ -517,6 +523,8 @@ def _why_not_called(region: Region) -> str | None:
         return None
     if region.called_beside_a_step:
         return CALLED_BESIDE
+    if region.called_under_a_mode:
+        return UNDER_A_MODE
     return NEVER_CALLED if type(region.module).__call__ is nn.Module.__call__ else OWN_CALL
 
 
