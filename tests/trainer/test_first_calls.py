@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,7 +196,7 @@ def test_a_module_around_regions_that_are_called_does_not_take_their_place() -> 
 def test_no_step_is_captured_before_it_is_known() -> None:
     program = Program(module=nn.ModuleDict({"net": OneByOne()}))
     Regional(backend="eager").apply(program)
-    parts = _Parts(program, lambda: None)
+    parts = _Parts(SimpleNamespace(_program=program, _optimizer=None))  # type: ignore[arg-type]
     assert not parts.ready()
     program.found = None
     assert parts.ready(), "of regions that are not called a graph knows nothing"
