@@ -35,9 +35,8 @@ class _Asked:
         code: Any = frame.f_code
         if code is self._code and frame.f_locals.get(code.co_varnames[0]) is self._module:
             raise NoCode
-        if trace_rules.check(
-            code
-        ):  # as Dynamo's own compiler does; but 2.15 takes forwards of torch.nn that have hooks
+        if trace_rules.check(code):
+            # As Dynamo's own compiler does; but 2.15 takes forwards of torch.nn that have hooks.
             return ConvertFrameReturn(apply_to_code=code.co_name != "forward")
         self._note()
         return ConvertFrameReturn(_EAGER_THIS_TIME, apply_to_code=False)
