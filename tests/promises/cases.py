@@ -158,6 +158,31 @@ class ParametrizedWeightsKeptForAStep(Module):
             return super().loss(batch) + super().loss(batch * 2)
 
 
+class RecurrentBlock(Block):
+    """Keeps its hidden state, with its graph, from one call of a step to the next."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = super().forward(x if self.hidden is None else x + self.hidden.mean(0))
+        return self.hidden
+
+
+class Unrolled(Module):
+    """Three calls of each block in one step, one of them of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__(Net([RecurrentBlock(), RecurrentBlock()]))
+
+    def loss(self, batch: Any) -> Tensor:
+        for one in self.net.blocks:
+            one.hidden = None
+        return (super().loss(batch) + super().loss(batch[:2]) + super().loss(batch / 2)) / 1000
+
+
+CASES["Unrolled"] = Case(Unrolled, {"data": vectors(8)})
+
+
 class ObservedBlock(DropoutBlock):
     """Observes what it computes, as quantization-aware training does; the first forward gives the buffer its shape."""
 
