@@ -423,7 +423,7 @@ class _Runs:
         several ``calls``, the last is looked at."""
         self.state.restore(weights=not self._altered)
         torch.clear_autocast_cache()
-        began = torch.autograd._get_sequence_nr()
+        began = torch._C._autograd._get_sequence_nr()
         if seed is not None:
             torch.manual_seed(seed)
         for _ in range(calls - 1):
