@@ -423,6 +423,7 @@ class _Runs:
         several ``calls``, the last is looked at."""
         self.state.restore(weights=not self._altered)
         torch.clear_autocast_cache()
+        began = torch._C._autograd._get_sequence_nr()
         if seed is not None:
             torch.manual_seed(seed)
         for _ in range(calls - 1):
@@ -439,12 +440,12 @@ class _Runs:
         changed = {name: one for name, (one, version) in versions.items() if version_of(one) != version}
         written = {name: _values(one.detach()).clone() for name, one in changed.items()}
         outputs = {name: one.detach().clone() for name, one in tensors.items()}
-        gradients, input_gradients, reached = self._backward(tensors, inputs)
+        gradients, input_gradients, reached = self._backward(tensors, inputs, began)
         buffers = {name: one.detach().clone() for name, one in self.module.named_buffers()}
         return _Run(outputs, plain, gradients, input_gradients, buffers, written, reached, self.state.left())
 
     def _backward(
-        self, tensors: dict[str, Tensor], inputs: dict[str, Tensor]
+        self, tensors: dict[str, Tensor], inputs: dict[str, Tensor], began: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[frozenset[str]]]:
         roots = {name: one for name, one in tensors.items() if one.requires_grad and one.grad_fn is not None}
         wanted = {name: one for name, one in self._parameters.items() if one.requires_grad}
@@ -454,8 +455,10 @@ class _Runs:
             return {}, {}, reached
         weights = self._output_gradients(roots.values())
         every = [*wanted.values(), *of_inputs.values()]
+        # What an earlier call of the step has left in an attribute or a cache has a graph that the step still needs.
+        kept = any(node._sequence_nr() < began for node in _nodes(roots.values()) if hasattr(node, "_sequence_nr"))
         with without_hooks(self.module):
-            found = torch.autograd.grad(list(roots.values()), every, weights, allow_unused=True)
+            found = torch.autograd.grad(list(roots.values()), every, weights, allow_unused=True, retain_graph=kept)
         named = dict(zip([*wanted, *of_inputs], found, strict=True))
         return (
             {name: named[name] for name in wanted if named[name] is not None},
@@ -831,18 +834,23 @@ def _reached(output: Tensor, parameters: Tensors) -> frozenset[str]:
 
 def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
     """The leaves that the gradients of ``results`` get to, in the order of a walk."""
-    waiting: list[Any] = [one.grad_fn for one in results]
-    seen: set[Any] = set()
     found: dict[int, Tensor] = {}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes(results):
         if (variable := getattr(node, "variable", None)) is not None:
             found.setdefault(id(variable), variable)
-        waiting.extend(one for one, _ in node.next_functions)
     return list(found.values())
+
+
+def _nodes(results: Iterable[Tensor]) -> Iterator[Any]:
+    """Those of the autograd graphs of ``results``, each once."""
+    waiting: list[Any] = [one.grad_fn for one in results]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(one for one, _ in node.next_functions)
 
 
 def _in_half_precision(module: nn.Module) -> bool:

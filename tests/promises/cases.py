@@ -158,6 +158,31 @@ class ParametrizedWeightsKeptForAStep(Module):
             return super().loss(batch) + super().loss(batch * 2)
 
 
+class RecurrentBlock(Block):
+    """Keeps its hidden state, with its graph, from one call of a step to the next."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = super().forward(x if self.hidden is None else x + self.hidden)
+        return self.hidden
+
+
+class Unrolled(Module):
+    """Three calls of each block in one step."""
+
+    def __init__(self) -> None:
+        super().__init__(Net([RecurrentBlock(), RecurrentBlock()]))
+
+    def loss(self, batch: Any) -> Tensor:
+        for one in self.net.blocks:
+            one.hidden = None
+        return sum((super(Unrolled, self).loss(batch * scale) for scale in (1.0, 0.5, 2.0)), torch.zeros(()))
+
+
+CASES["Unrolled"] = Case(Unrolled, {"data": vectors(8)})
+
+
 class ObservedBlock(DropoutBlock):
     """Observes what it computes, as quantization-aware training does; the first forward gives the buffer its shape."""
 
