@@ -630,9 +630,7 @@ class Region(StandIn):
     def _run(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call compiled, by code that was compared with eager before. Raises NoCode where there is none."""
         graphs = counters["stats"]["unique_graphs"]
-        # A later call of a step may read what an earlier one has left, a cached weight for instance: a check of it
-        # would go backward through the step's own graph, and free that.
-        compiles = self._checking.mode == "off" or self in proof.compiling or self._compiled_in_step
+        compiles = self._checking.mode == "off" or self in proof.compiling
         self._lacked, kept = False, None
         try:
             if compiles and not self.arguments.get("fullgraph", False) and self._compiled is None:

@@ -176,9 +176,7 @@ def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> Non
 def compiled_already(module: nn.Module) -> list[str]:
     """Paths of submodules that torch.compile has compiled, which would be compiled twice; of the module itself it is
     its class. What stands in for a call during a step is not there between steps."""
-    own = (
-        getattr(module, "_compiler_ctx", None) is not None
-    )  # Lightning's own name: a module that it was given compiled
+    own = getattr(module, "_compiler_ctx", None) is not None  # Lightning's name, of a module that it was given compiled
     return [
         path or type(module).__name__
         for path, one in module.named_modules()
