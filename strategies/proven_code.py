@@ -1,4 +1,4 @@
-"""Call what Dynamo has compiled and never compile; who asks for code that is not there is told.
+"""Call what Dynamo has compiled and never compile; where code is missing, the caller is told.
 
 ``torch.compiler.set_stance("eager_on_recompile")`` does that, too, but says nothing of what it runs eager, and takes 6
 microseconds a call; this takes none. It reaches into torch's wrapper of a compiled function. All versions, 2.11
@@ -22,7 +22,7 @@ class NoCode(Exception):
     """Nothing that is compiled lets a call in, and nothing of the call has run."""
 
 
-class _Asked:
+class _NoCompiler:
     """What Dynamo calls in the place of its compiler for each frame that no compiled code lets in."""
 
     def __init__(self, compiler: Any, function: Any, note: Callable[[], Any]) -> None:
@@ -54,7 +54,7 @@ def without_compiling(
     if "callback" not in held:  # TORCH_COMPILE_DISABLE=1, or somebody's own torch.compile
         called: Callable[..., Any] = compiled
         return called
-    asked: Any = _Asked(held["callback"].cell_contents, function, note)
-    # With fullgraph, what a graph calls is never compiled, and nobody is asked.
-    made: Callable[..., Any] = _TorchDynamoContext(asked, fullgraph=fullgraph)(function)
+    callback: Any = _NoCompiler(held["callback"].cell_contents, function, note)
+    # With fullgraph, what a graph calls is never compiled, and the callback is not called.
+    made: Callable[..., Any] = _TorchDynamoContext(callback, fullgraph=fullgraph)(function)
     return made

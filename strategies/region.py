@@ -370,7 +370,7 @@ class Region(StandIn):
         """The same without compiling."""
         self._of_forward: Callable[..., Any] | None = None
         """Compiled of the forward alone, of what is sharded."""
-        self._lacked = False
+        self._code_missing = False
         """Whether code was missing for a part of the call under way, which ran eager."""
         self._active = self._inside = False
         self._eager_in_step = False
@@ -631,7 +631,7 @@ class Region(StandIn):
         """Run the call compiled, by code that was compared with eager before. Raises NoCode where there is none."""
         graphs = counters["stats"]["unique_graphs"]
         compiles = self._checking.mode == "off" or self in proof.compiling
-        self._lacked, kept = False, None
+        self._code_missing, kept = False, None
         try:
             if compiles and not self.arguments.get("fullgraph", False) and self._compiled is None:
                 kept = RegionState(self.module, (args, kwargs))  # a part may run before another does not compile
@@ -648,7 +648,7 @@ class Region(StandIn):
             result = self._eager(args, kwargs)  # which raises itself what is the user's own error
             self._refuse(proof, error)
             return result
-        if self._lacked:
+        if self._code_missing:
             proof.missed.add(self)
         if not self._eager_in_step:
             self._compiled_in_step = proof.ran = proof.proven = True
@@ -702,10 +702,10 @@ class Region(StandIn):
 
     def _without_compiling(self, compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         whole = bool(self.arguments.get("fullgraph"))
-        return without_compiling(compiled, function, self._note_lacking, fullgraph=whole)
+        return without_compiling(compiled, function, self._note_missing_code, fullgraph=whole)
 
-    def _note_lacking(self) -> None:
-        self._lacked = True
+    def _note_missing_code(self) -> None:
+        self._code_missing = True
 
     def _by_proven_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._proven is None:
@@ -714,12 +714,12 @@ class Region(StandIn):
         try:
             return self._proven(*args, **kwargs)
         except NoCode:
-            if not self._is_bound_to_compiled:
+            if not self._must_run_compiled:
                 raise
             return self.compiled(*args, **kwargs)
 
     @property
-    def _is_bound_to_compiled(self) -> bool:
+    def _must_run_compiled(self) -> bool:
         """Whether a call may not run eager: what an earlier call of this step has computed by compiled code is computed
         again for its backward, which takes what the same code saves. Such a call compiles, and is audited."""
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -796,9 +796,9 @@ class Region(StandIn):
             try:
                 return used(*args, **kwargs)
             except NoCode:
-                if self._is_bound_to_compiled:
+                if self._must_run_compiled:
                     return compiled(*args, **kwargs)
-                self._eager_in_step = self._lacked = True
+                self._eager_in_step = self._code_missing = True
                 return eager(*args, **kwargs)
             except Exception as error:
                 if not is_compile_error(error):
