@@ -136,7 +136,7 @@ class Timing(StepHook):
         if not self._loop.all_ranks(enough) or median is None:  # each process asks, whatever it knows itself
             return
         program = self._program
-        if not (program.regions or program.step is not None or program.compiled_beside_regions):
+        if not self._compiles():
             self._wanted = False
             return
         if self._loop.world_size > 1 and program.step is not None:
@@ -147,6 +147,11 @@ class Timing(StepHook):
             return
         self._planned = True
         self._plan(2 * median * (1 + WINDOW), gap=0)
+
+    def _compiles(self) -> bool:
+        """Whether there is anything to compare with eager."""
+        program = self._program
+        return bool(program.regions or program.step is not None or program.compiled_beside_regions)
 
     def _plan(self, cost: float, gap: int = APART_STEPS) -> None:
         """Say when the next window, whose eager steps are going to take ``cost`` seconds, is due."""
@@ -175,5 +180,10 @@ class Timing(StepHook):
 
     def close(self) -> None:
         self._eagerly.close()
-        if self._wanted and self._windows == [] and self._planned:
-            self._program.report.setdefault("slowdown", {})["short_of_time"] = True
+        if not self._wanted or self._windows or not self._compiles():
+            return
+        facts, steady = self._program.report.setdefault("slowdown", {}), len(self._telemetry.meter.steady.seconds)
+        if steady < STEADY_STEPS:
+            facts["reason"] = f"eager is timed beside it from {STEADY_STEPS} steady steps on, and it had {steady}"
+        else:
+            facts["short_of_time"] = True
