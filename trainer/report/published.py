@@ -28,7 +28,7 @@ from trainer.report import pictures
 from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_runs, unlike_conditions, wait_seconds
 from trainer.report.runs import Run, find, is_profiled, workload_of
 from trainer.report.statistics import break_even_steps, rounded
-from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
+from trainer.report.tables import ABSENT, NOT_SURE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.serialization import counted, nan_to_none, written_whole
 
@@ -261,10 +261,11 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
         elif row.compared.ratio is not None and not row.compared.ratio.shown:
             columns[RATIO][place] = NOT_SURE + columns[RATIO][place]
     wide = any("†" in arm for arm in columns["arm"])
-    notes = [f"† its rounds spread by more than {MAX_SPREAD:.0%} of their median."] * wide
-    notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
+    notes = [f"† its rounds spread by more than {MAX_SPREAD:.0%}."] * wide
+    notes += [f"{NOT_SURE} no difference is shown."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
     notes += ["On a CPU the rows give ratios, no times."] * on_cpu
-    notes += [f"`{row.arm}`: {flag}." for row in rows for flag in row.compared.flags]
+    # The losses are a column.
+    notes += [f"`{row.arm}`: {flag}." for row in rows for flag in row.compared.flags if not flag.startswith(LOSS)]
     silent = [name for name in COUNTS if {ABSENT, "0"} >= set(columns.get(name, ()))]
     columns = {name: texts for name, texts in kept(columns).items() if name not in silent}
     conditions = f"{compared.workload} · {_conditions(records, rounds)} · [records]({link})"
@@ -312,7 +313,7 @@ def models(runs: Sequence[Run], link: str) -> list[str]:
             notes += [f"{found.workload}, `{row.arm}`: {flag}." for flag in row.compared.flags]
     columns = {name: [text[name] for text in texts] for name in texts[0]}
     columns = {"model": columns["model"], "arm": columns["arm"]} | _rounds_column(rounds) | columns
-    notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
+    notes += [f"{NOT_SURE} no difference is shown."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
     conditions = f"{_conditions(records, rounds)} · [records]({link})"
     return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
 
