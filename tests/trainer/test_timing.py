@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,6 +253,7 @@ class Device:
         return max(CLOCK.now, self.free)
 
     def seconds(self, began: float, ended: float) -> float:
+        CLOCK.now = max(CLOCK.now, ended)  # it waits until this was reached
         return ended - began
 
 
@@ -275,11 +277,15 @@ def test_eager_launches_ahead_in_a_window_as_it_does_without_one(
     program: Any = SimpleNamespace(replays=0, report={}, step=None)
     timing = Timing(loop, program, telemetry, lambda line: None, wanted=True)
     timing._next = 10
-    for number in range(2 * (1 + WINDOW)):
+    ends = []
+    for number in range(2 * (1 + WINDOW) + 2):
         timing.before(None)
         gpu.work(host, device) if number < 1 + WINDOW else gpu.work(0.1, 2.0)
+        ends.append(gpu.free)
         timing.after(stepped=True)
     (window,) = timing._windows
+    # Where the times are read at once, the device has nothing to do until the next step is launched.
+    assert [end - began for began, end in pairwise(ends[-3:])] == pytest.approx([2.0, 2.0])
     assert window.eager_seconds == pytest.approx([step] * WINDOW)
     assert window.compiled_seconds == pytest.approx([2.0] * WINDOW)
 
