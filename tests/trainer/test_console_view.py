@@ -65,6 +65,7 @@ SMALL_AND_LARGE: dict[str, Any] = {
 SUMMARIES: dict[str, dict[str, Any]] = {
     "compiled, nothing known": COMPILED,
     "eager, nothing known": {},
+    "two processes, stopped before a steady step": {"world_size": 2, "padded_share": 0.3},
     "small and large figures": SMALL_AND_LARGE,
     "eager": {"steps": 4, "warmup_seconds": 1.0, "warmup_steps": 2},
     "what compiling cost": COST,
