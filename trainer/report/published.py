@@ -4,9 +4,9 @@ makes of them, and whether figures measured elsewhere agree with them. ``crucibl
 A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one workload, a line each. A page shows their
 table between ``<!-- table: NAME -->`` and ``<!-- end -->``; of ``losses-*.jsonl`` it shows the picture alone. Files
 ``*-models.jsonl`` hold several workloads; ``<!-- models: NAME -->`` begins a table of them all. Files ``same-*.jsonl``,
-of arms beside themselves, are for tests of the statistics. A ratio is the one that ``crucible
-compare`` gives; other figures are medians. Ratios and steps have the least and the largest of the rounds beside them.
-Of runs under the profiler only the device's own time of a step is taken, and the cold warm-up where no other run was. Where a page shows
+of arms beside themselves, are for tests of the statistics. A ratio is the one that ``crucible compare`` gives; other
+figures are medians. Ratios and steps have the least and the largest of the rounds beside them. Of runs under the
+profiler only the device's own time of a step is taken, and the cold warm-up where no other run was. Where a page shows
 ``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records. The README's table
 names its rows in ``<!-- summary``, one a line.
 """
