@@ -435,7 +435,7 @@ def _parity(record: RunRecord) -> str:
         return verdict
     kind, worst = max(apart.items(), key=lambda item: item[1].share)
     means = ", means of several draws" if "seeds" in facts["how"] else ""
-    return f"{verdict} ({facts['checks']} checks{means}; {_apart(kind, worst)})"
+    return f"{verdict} ({counted(facts['checks'], 'check')}{means}; {_apart(kind, worst)})"
 
 
 def _apart(kind: str, one: AuditDifference) -> str:

@@ -76,6 +76,7 @@ SUMMARIES: dict[str, dict[str, Any]] = {
     "parity": {"report": {"parity": PASSED}, **COMPILED},
     "parity of draws": {"report": {"parity": {**PASSED, "how": ["exact", "seeds"]}}, **COMPILED},
     "parity of nothing": {"report": {"parity": {**PASSED, "worst": {}}}, **COMPILED},
+    "parity of one check": {"report": {"parity": {**PASSED, "checks": 1}}, **COMPILED},
     "what strategies found": {
         "report": {
             "cuda_graph": {
