@@ -192,7 +192,7 @@ class Auto(Strategy):
     name: ClassVar[str] = "auto"
     stage: ClassVar[Stage] = Stage.MODULE
     headlines: ClassVar[tuple[str, ...]] = (
-        *("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
+        *("chosen", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
     )
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))

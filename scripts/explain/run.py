@@ -24,11 +24,11 @@ import torch
 import torch._dynamo.utils as dynamo_utils
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from scripts.arguments import refuse_choice
 from scripts.explain import BATCHES, Explanation, findings
 from strategies import Modular, Program, Strategy
 from strategies.base import label
 from strategies.compile_errors import is_compile_error, one_line
-from trainer.auto.rule import refuse_choice
 from trainer.bucketed_loaders import loss_of_padding
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
