@@ -31,7 +31,7 @@ from trainer.checkpoint_files import DIRECTORY, find_checkpoint
 from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, open_checkpoint
 from trainer.console import ProgressView, announce
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
-from trainer.loops.distributed import DDP
+from trainer.loops.ddp import DDP
 from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import leave_groups

@@ -25,8 +25,8 @@ from trainer.build import Job, task_options
 from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import NonFiniteLoss
 from trainer.console import ERROR_LOG, print_end, relative_path
-from trainer.loops.rank_consistency import describe_process
 from trainer.loops.rank_failures import AND_SO, RankFailed, fail_record
+from trainer.loops.ranks import describe_process
 from trainer.process import (
     Interrupted,
     Launch,
