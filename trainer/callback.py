@@ -29,7 +29,7 @@ from trainer.loops.lightning_internals import leave_groups, lightning_classes, r
 from trainer.loops.rank_failures import Deadline, Failures
 from trainer.loops.ranks import EpochEnds, SigtermAgreement, code_of, compare_facts, epoch_ends, group_timeout
 from trainer.telemetry.record import TrainingInfo
-from trainer.telemetry.serialization import flatten
+from trainer.wording import flatten
 
 __all__ = ["Compile", "CompileFailed", "CompiledNothing", "ParityError"]
 
