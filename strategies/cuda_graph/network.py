@@ -18,7 +18,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +36,15 @@ from strategies.cuda_graph.step_graphs import (
     not_strided,
     why_not_captured,
 )
-from strategies.region import Check, Checking, Region, StandIn, is_ancestor, is_looked_at, plain, submodules
+from strategies.region import Check, StandIn, is_ancestor, is_looked_at, plain, submodules
 from strategies.region_check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
 from strategies.region_state import RegionState
 from strategies.tolerance import MULTIPLES
 from strategies.torch_patches import as_capturing
 
 if TYPE_CHECKING:
+    from strategies.base import Program
     from strategies.cuda_graph.step_graphs import CompiledParts, Engine
-    from strategies.loop_protocol import Loop
 
 FIRST_CALLS = 2
 """Calls of one kind that run without a graph before one is captured: kernels are loaded, inner regions proven."""
@@ -292,7 +292,8 @@ class Network(StandIn):
         if found := [*state.cannot_restore, *state.may_change, *map(str, state.large)]:
             self.reject(f"its forward may change {', '.join([*dict.fromkeys(found)][:3])}")
             return self._run_without_graph(args, kwargs)
-        recorder, logs = HostRecorder(self.of.device, self.of.unreadable_types()), list[str]()
+        recorder = HostRecorder(self.of.device, self.of.unreadable_types())
+        changes = dict[str, None]()
 
         def call() -> Any:
             return self._run_first(kind, args, kwargs)
@@ -300,12 +301,15 @@ class Network(StandIn):
         def of_weights() -> list[dict[str, int]]:
             return [{name: id(one) for name, one in vars(weight).items()} for weight in self.module.parameters()]
 
+        def logs() -> None:
+            changes["its forward logs, which a replay would not"] = None
+
         before = of_weights()
-        with _noting_logs(self.module, recorder, logs), self._recording(recorder, call):
+        with recorder.logs_apart(self.module, logs), self._recording(recorder, call):
             result = call()
         if of_weights() != before:
-            logs.append("changes an attribute of a parameter, which a replay would not")
-        if problems := [*recorder.problems, *logs]:
+            changes["changes an attribute of a parameter, which a replay would not"] = None
+        if problems := [*recorder.problems, *changes]:
             self.reject("; ".join(problems[:3]))
         kind.watched = True
         return result
@@ -638,18 +642,6 @@ class _Noting:
 # ---- all of a training -----------------------------------------------------------------------------------------------
 
 
-class OfProgram(Protocol):
-    """What is read here of the ``Program`` whose steps they are."""
-
-    module: nn.Module
-    sharded: bool
-    loop: Loop | None
-    regions: list[Region]
-    checking: Checking
-    notes: list[str]
-    given_up: dict[str, str]
-
-
 class NetworkGraphs:
     """The captured modules of one training.
 
@@ -678,14 +670,14 @@ class NetworkGraphs:
         self.unreadable_types: Callable[[], Any] = dict
         self.mode = "on"
         self.steady = False
-        self._program: OfProgram | None = None
+        self._program: Program | None = None
         self._parts: CompiledParts | None = None
         self._regions: tuple[str, ...] = ()
         self._reason = ""
         """Why no step is captured as a whole."""
         self._active = False
 
-    def begin(self, program: OfProgram, parts: CompiledParts, unreadable: Callable[[], Any], mode: str) -> None:
+    def begin(self, program: Program, parts: CompiledParts, unreadable: Callable[[], Any], mode: str) -> None:
         """Find the modules that may be captured."""
         self._program, self._parts, self.unreadable_types, self.mode = program, parts, unreadable, mode
         self.notes = program.notes
@@ -942,28 +934,3 @@ def backward_hooks(module: nn.Module) -> Iterator[str]:
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             yield f"a backward hook on {path or 'the module'} runs on the host"
-
-
-@contextlib.contextmanager
-def _noting_logs(module: nn.Module, recorder: HostRecorder, found: list[str]) -> Iterator[None]:
-    """Inside, a LightningModule logs as ever, and that is noted: a replay would not."""
-    logging = [one for one in module.modules() if hasattr(type(one), "log_dict") and hasattr(one, "training_step")]
-
-    def noted(log: Callable[..., Any]) -> Callable[..., Any]:
-        def logs(*arguments: Any, **named: Any) -> Any:
-            found[:] = ["its forward logs, which a replay would not"]
-            with recorder.paused():
-                return log(*arguments, **named)
-
-        return logs
-
-    before = [(one, name, vars(one).get(name)) for one in logging for name in ("log", "log_dict")]
-    try:
-        for one, name, _ in before:
-            vars(one)[name] = noted(getattr(one, name))
-        yield
-    finally:
-        for one, name, own in before:
-            del vars(one)[name]
-            if own is not None:
-                vars(one)[name] = own

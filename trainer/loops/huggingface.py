@@ -28,8 +28,8 @@ from strategies.loop_protocol import RunMicroBatch
 from strategies.padding import length_of, to_edge
 from strategies.regions import compiled_already
 from trainer.loops.compiled_training import CompiledTraining
-from trainer.loops.distributed import SingleProcessLoop
 from trainer.loops.lightning_internals import replace, replaced
+from trainer.loops.plain import SingleProcessLoop
 from trainer.telemetry.record import TrainingInfo
 
 LOGGED = "speed/"
