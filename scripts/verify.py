@@ -33,10 +33,9 @@ examples:
   crucible verify --tables                                   # tables and pictures of docs made anew from their records
 
 A figure holds where the rounds' median here, of a ratio their geometric mean, is in the published range, or beyond it
-by at most:
-{TOLERANCES[RATIO]:.0%} of a ratio, {TOLERANCES[LOSS]:.0%} of a loss, {TIME_TOLERANCE:.0%} of a time or of memory.
-Counts must be the same. What lies beyond on the better side is better. The ratio of a busy machine, or of a single
-round, is not compared.
+by at most {TOLERANCES[RATIO]:.0%} of a ratio, {TOLERANCES[LOSS]:.0%} of a loss,
+{TIME_TOLERANCE:.0%} of a time or of memory. Counts must be the same. What lies beyond on the better side is better. The
+ratio of a busy machine, or of a single round, is not compared.
 
 Exit codes: 0 all that can be compared holds or is better, 1 something does not or a training failed, 2 wrong arguments.
 """

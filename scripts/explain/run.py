@@ -3,7 +3,7 @@
     from scripts.explain.run import explain_module
     print(explain_module(module, loader, [Whole()]).as_json())
 
-Nothing is trained for keeps: the module is this process's own, no checkpoint, record or artifact is written.
+Nothing of the training is kept: the module is this process's own, no checkpoint, record or artifact is written.
 """
 
 from __future__ import annotations

@@ -244,6 +244,7 @@ def test_a_run_that_dies_before_its_first_record_fails_the_check(
         (["task=micro", "--base", "nowhere"], "--base=nowhere: neither a file or folder nor a commit of git"),
         (["task=micro", "--runs", "x"], "task=micro: not beside --runs"),
         (["task=micro", "--", "train.py"], "task=micro: not beside a script"),
+        (["--", "trian.py"], "trian.py: no such script or command"),
         (["task=micro", "--comment", "none/comment.md"], "--comment='none/comment.md' is a folder, or lies in none"),
         (["task=micro", "--update", "--base", "base.txt"], "--base=base.txt: a base record that is stored is a file"),
     ],

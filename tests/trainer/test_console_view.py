@@ -65,6 +65,7 @@ SMALL_AND_LARGE: dict[str, Any] = {
 SUMMARIES: dict[str, dict[str, Any]] = {
     "compiled, nothing known": COMPILED,
     "eager, nothing known": {},
+    "two processes, stopped before a steady step": {"world_size": 2, "padded_share": 0.3},
     "small and large figures": SMALL_AND_LARGE,
     "eager": {"steps": 4, "warmup_seconds": 1.0, "warmup_steps": 2},
     "what compiling cost": COST,
@@ -75,6 +76,7 @@ SUMMARIES: dict[str, dict[str, Any]] = {
     "parity": {"report": {"parity": PASSED}, **COMPILED},
     "parity of draws": {"report": {"parity": {**PASSED, "how": ["exact", "seeds"]}}, **COMPILED},
     "parity of nothing": {"report": {"parity": {**PASSED, "worst": {}}}, **COMPILED},
+    "parity of one check": {"report": {"parity": {**PASSED, "checks": 1}}, **COMPILED},
     "what strategies found": {
         "report": {
             "cuda_graph": {
