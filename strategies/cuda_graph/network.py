@@ -33,6 +33,7 @@ from strategies.cuda_graph.step_graphs import (
     MAX_GRAPHS,
     MAX_VARIANTS,
     MIN_REPLAYS,
+    CompiledParts,
     not_strided,
     why_not_captured,
 )
@@ -44,7 +45,7 @@ from strategies.torch_patches import as_capturing
 
 if TYPE_CHECKING:
     from strategies.base import Program
-    from strategies.cuda_graph.step_graphs import CompiledParts, Engine
+    from strategies.cuda_graph.step_graphs import Engine
 
 FIRST_CALLS = 2
 """Calls of one kind that run without a graph before one is captured: kernels are loaded, inner regions proven."""
@@ -651,8 +652,9 @@ class NetworkGraphs:
     while the backward goes on.
     """
 
-    def __init__(self, engine: Engine, device: torch.device, *, wanted: bool) -> None:
-        self.engine, self.device = engine, device
+    def __init__(self, engine: Engine, program: Program, *, wanted: bool) -> None:
+        assert program.device is not None
+        self.engine, self.device, self.checking = engine, program.device, program.checking
         self.wanted = wanted
         """Whether steps that run in Python for good use them."""
         self.in_force = False
@@ -661,7 +663,7 @@ class NetworkGraphs:
         self.waiting = False
         """Whether a call of the step under way ran without a graph and is going to have one."""
         self.networks: list[Network] = []
-        self.notes: list[str] = []
+        self.notes = program.notes
         self.rejections: list[str] = []
         self.differs: list[tuple[Network, str, list[Any], bool]] = []
         """What was not repeated: module, line, differences and whether it was trusted before."""
@@ -670,18 +672,17 @@ class NetworkGraphs:
         self.unreadable_types: Callable[[], Any] = dict
         self.mode = "on"
         self.steady = False
-        self._program: Program | None = None
-        self._parts: CompiledParts | None = None
+        self.parts = CompiledParts()
+        self._program = program
         self._regions: tuple[str, ...] = ()
         self._reason = ""
         """Why no step is captured as a whole."""
         self._active = False
 
-    def begin(self, program: Program, parts: CompiledParts, unreadable: Callable[[], Any], mode: str) -> None:
+    def begin(self, parts: CompiledParts, unreadable: Callable[[], Any], mode: str) -> None:
         """Find the modules that may be captured."""
-        self._program, self._parts, self.unreadable_types, self.mode = program, parts, unreadable, mode
-        self.notes = program.notes
-        loop = program.loop
+        self.parts, self.unreadable_types, self.mode = parts, unreadable, mode
+        program, loop = self._program, self._program.loop
         together = loop is not None and loop.world_size > 1
         if program.sharded:
             self._reject("under fsdp2 the whole step is captured, or nothing")
@@ -699,20 +700,9 @@ class NetworkGraphs:
                 self.networks.remove(one)
 
     @property
-    def parts(self) -> CompiledParts:
-        assert self._parts is not None
-        return self._parts
-
-    @property
     def ready(self) -> bool:
         """Whether regions run as they are going to: a graph holds what they run."""
-        assert self._program is not None
         return self.steady and self.parts.ready() and not any(one.ran_eager for one in self._program.regions)
-
-    @property
-    def checking(self) -> Any:
-        assert self._program is not None
-        return self._program.checking
 
     def _add(self, path: str, module: nn.Module) -> None:
         if any(True for _ in module.parameters()) and not any(one.module is module for one in self.networks):
@@ -720,7 +710,6 @@ class NetworkGraphs:
 
     def _add_children(self, path: str, module: nn.Module) -> None:
         """Those that are worth a graph of their own: a single layer takes no longer than a replay."""
-        assert self._program is not None
         regions = {one.path: one.module for one in self._program.regions}
         for name, child in module.named_children():
             there = f"{path}.{name}" if path else name
@@ -762,7 +751,6 @@ class NetworkGraphs:
 
     def _leave_regions(self) -> None:
         """What lies within a region is the compiler's."""
-        assert self._program is not None
         paths = tuple(one.path for one in self._program.regions)
         if paths != self._regions:
             self._regions = paths
@@ -775,7 +763,6 @@ class NetworkGraphs:
     def _replace_uncalled(self) -> None:
         """Between two steps: what is never called gives way to what is in it."""
         program = self._program
-        assert program is not None
         self.steady = not any(one.ran_eager for one in program.regions)
         for one in self.networks[:]:
             if one.reason is None and not one.called:
@@ -822,7 +809,6 @@ class NetworkGraphs:
     @contextlib.contextmanager
     def without_regions(self) -> Iterator[None]:
         """Inside, what is compiled runs as it was written."""
-        assert self._program is not None
         with plain(self._program.regions):
             yield
 

@@ -81,7 +81,7 @@ class StepCapture(StepHook):
             warmup_steps=loop.capture_warmup_steps if several else 0,
         )
         if network is not None:
-            network.begin(program, parts, loop.unreadable_types, parity)
+            network.begin(parts, loop.unreadable_types, parity)
             if graphs.given_up:
                 network.enable_for_all_steps()
         for reason in () if graphs.given_up else loop.capture_obstacles():
