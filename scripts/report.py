@@ -31,7 +31,8 @@ from trainer.report.runs import find
 from trainer.report.statistics import FASTER, best_at
 from trainer.report.tables import Columns
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.serialization import counted, written_whole
+from trainer.telemetry.serialization import written_whole
+from trainer.wording import counted
 
 EXAMPLES = """\
 examples:

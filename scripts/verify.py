@@ -23,7 +23,7 @@ from trainer.report.published import LOSS, RATIO, RECORDS, TIME_TOLERANCE, TOLER
 from trainer.report.runs import find
 from trainer.report.tables import NOT_SURE
 from trainer.sweep.plan import quoted
-from trainer.telemetry.serialization import counted
+from trainer.wording import counted
 
 MORE = f"""\
 examples:

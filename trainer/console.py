@@ -23,13 +23,13 @@ from rich.text import Text
 
 from strategies import STRATEGIES
 from trainer.advice import as_typed
-from trainer.checkpoint_files import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
+from trainer.run_files import DIRECTORY, LAST
 from trainer.telemetry.profile import profile_line
 from trainer.telemetry.record import FILE_NAME, AuditDifference, RankFigures, RunRecord, communication_of
-from trainer.telemetry.serialization import counted, headlines, number, shorten
 from trainer.telemetry.source_lines import place_lines
 from trainer.telemetry.telemetry import Telemetry
+from trainer.wording import counted, headlines, number, shorten
 
 ERROR_LOG = "error.log"
 """Where a run that failed leaves its traceback."""

@@ -25,7 +25,7 @@ from strategies.compile_errors import redact
 from trainer.advice import program
 from trainer.process import quick_exit
 from trainer.report.runs import Run, find
-from trainer.telemetry.serialization import counted
+from trainer.wording import counted
 
 MORE = f"""\
 examples:

@@ -18,8 +18,8 @@ from rich.console import Console
 from scripts.arguments import composed_training, exit_code, parser, positive, require_writable
 from scripts.explain import BATCHES, Explanation, Finding
 from trainer.process import StopRequest, quick_exit, uninterrupted_import
-from trainer.telemetry.serialization import counted
 from trainer.telemetry.source_lines import place_lines
+from trainer.wording import counted
 
 EXAMPLES = """\
 examples:

@@ -31,8 +31,9 @@ CACHED_SECONDS = 5.0
 """Code that is in the compiler's caches is traced and checked again."""
 OFF = (0.5, 3.0)
 """How much longer or shorter the machine at hand is taken to need, from what it needed for regions."""
-FURTHER_SHAPE, SYMBOLIC_SHAPE = 0.5, 1.5
-"""Shares of a first compile that one for another shape takes (7 of 15 s a bucket), and that for symbolic sizes."""
+FURTHER_SHAPE, MAX_SHAPES = 0.5, 3
+"""Share of a first compile that one for another shape takes (7 of 15 s a bucket), and for how many of these modules are
+compiled until sizes are symbolic."""
 # What is expected to be saved of a step.
 SAVED, SAVED_SYMBOLIC = 0.38, 0.05
 """By compiling eager's modules, 0.28 to 0.58 in 12 programs; where sizes are symbolic, eager's captions took less."""
@@ -162,11 +163,6 @@ class Timings:
 
     # ---- what it costs
 
-    @property
-    def _symbolic(self) -> bool:
-        """Whether compiled code gets symbolic sizes. A second shape may be a last, smaller batch."""
-        return not self.static and len(self.shapes) > 2
-
     def expected_setup(self, arm: Arm, now: Arm) -> float:
         """Seconds for which the training stands still until ``arm`` trains, from ``now``."""
         if arm.setup_seconds is not None:
@@ -184,7 +180,8 @@ class Timings:
         seconds, regional = self.compiling[module], tried.get("regional")
         if regional and "regional" not in self.cached:
             seconds *= min(max(regional / self.compiling["regional"], OFF[0]), OFF[1])
-        return seconds * (1 + (SYMBOLIC_SHAPE if self._symbolic else FURTHER_SHAPE * max(0, len(self.shapes) - 1)))
+        further = max(0, len(self.shapes) - 1)
+        return seconds * (1 + FURTHER_SHAPE * (further if self.static else min(further, MAX_SHAPES)))
 
     def new_shapes(self, steps: float) -> float:
         """Shapes that the next ``steps`` steps are expected to bring for the first time, from those seen once and twice
@@ -225,7 +222,7 @@ class Timings:
             return None
         if MODULES.index(arm.module) < MODULES.index(timed.module):
             return 0.0
-        if self._symbolic:
+        if not self.static and len(self.shapes) > 2:  # a second one may be a last, smaller batch
             return SAVED_SYMBOLIC
         more = WHOLE_OVER_BLOCKS if self.blocks_alone else WHOLE_OVER_PARTS
         if timed.module == EAGER:

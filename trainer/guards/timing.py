@@ -22,8 +22,8 @@ from strategies.loop_protocol import Loop, StepHook
 from trainer.telemetry import hardware
 from trainer.telemetry.machine_monitor import now
 from trainer.telemetry.meter import StepClock
-from trainer.telemetry.serialization import number
 from trainer.telemetry.telemetry import Telemetry
+from trainer.wording import number
 
 STEADY_STEPS = 20
 """Steady steps after which windows begin."""

@@ -19,7 +19,8 @@ from trainer.advice import program
 from trainer.report import statistics
 from trainer.report.runs import Cell, Run, deciding, group, parity_of, start_of
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Crossing, Estimate, Ratio, Sample, rounded
-from trainer.telemetry.serialization import counted, printable
+from trainer.telemetry.serialization import printable
+from trainer.wording import counted
 
 AT_STEPS = (500, 2000, 20000)
 """Numbers of steps for which total times are given."""

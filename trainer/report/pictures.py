@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.report.comparison import Row, WorkloadComparison
 from trainer.report.tables import interval, marked, number
-from trainer.telemetry.serialization import shorten
+from trainer.wording import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

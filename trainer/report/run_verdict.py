@@ -18,7 +18,7 @@ from trainer.advice import as_typed, program, strategies_in_python
 from trainer.report import statistics
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
 from trainer.telemetry.record import PEER, RunRecord, RunVerdict
-from trainer.telemetry.serialization import number
+from trainer.wording import number
 
 EAGER, NOT_COMPARED = "eager", "not compared"
 MANY_RECOMPILES = 3
