@@ -52,7 +52,7 @@ from trainer.sweep.progress import ProgressOutput, progress_output
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
-from trainer.telemetry.serialization import counted
+from trainer.wording import counted
 
 WARMUP_STEPS = 5
 MIN_STEADY_STEPS = 10
