@@ -24,7 +24,6 @@ from transformers import (
 
 from scripts import compare
 from strategies import (
-    Auto,
     Buckets,
     Checkpointing,
     CudaGraph,
@@ -165,12 +164,6 @@ def test_an_epoch_that_accumulation_does_not_divide(tmp_path: Path) -> None:
     assert record.steps == 6, "two of two micro-batches and one of one, twice"
 
 
-def test_auto_chooses_on_real_steps(tmp_path: Path, plain: Trainer) -> None:
-    trainer, record = trained(tmp_path, [Auto(candidates=["whole"], remember=False)])
-    assert_same_training(trainer, plain)
-    assert record.report["auto"]["chosen"] == "eager"
-
-
 # ---- checkpoints, evaluation, resuming -----------------------------------------------------------------------------
 
 
@@ -267,13 +260,6 @@ def test_what_does_not_fit_is_refused_before_any_work(
         compile_trainer(trainer, strategies)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
-    model = gpt2()
-    model.transformer.compile(backend="eager")
-    with pytest.raises(ValueError, match="compiled already"):
-        compile_trainer(build(tmp_path, model), [Regional()])
 
 
 class WrongInTraining(nn.Module):
