@@ -24,7 +24,6 @@ from transformers import (
 
 from scripts import compare
 from strategies import (
-    Auto,
     Buckets,
     Checkpointing,
     CudaGraph,
@@ -163,12 +162,6 @@ def test_an_epoch_that_accumulation_does_not_divide(tmp_path: Path) -> None:
     trainer, record = trained(tmp_path, [Optimizer(**EAGER)], **how)
     assert_same_training(trainer, bare(tmp_path / "bare", **how))
     assert record.steps == 6, "two of two micro-batches and one of one, twice"
-
-
-def test_auto_chooses_on_real_steps(tmp_path: Path, plain: Trainer) -> None:
-    trainer, record = trained(tmp_path, [Auto(candidates=["whole"], remember=False)])
-    assert_same_training(trainer, plain)
-    assert record.report["auto"]["chosen"] == "eager"
 
 
 # ---- checkpoints, evaluation, resuming -----------------------------------------------------------------------------
