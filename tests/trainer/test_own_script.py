@@ -24,7 +24,7 @@ from trainer import console
 from trainer.callback import Compile
 from trainer.guards.checks import CHECKED_BEFORE
 from trainer.report.runs import find
-from trainer.sweep.environment import RECORDS_VARIABLE
+from trainer.run_start import RECORDS_VARIABLE
 from trainer.telemetry import meter, telemetry
 from trainer.telemetry.compiler import Compiling
 from trainer.telemetry.record import RunRecord
