@@ -592,9 +592,6 @@ def test_the_scripts_of_the_page_train(tmp_path: Path, monkeypatch: pytest.Monke
     assert kept.eager_parts == ours.eager_parts == {}
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
 def compiled_already() -> nn.Module:
     model = Net()
     model.blocks[0].compile(backend="eager")
@@ -607,12 +604,25 @@ def holding_a_compiled_one() -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("make", [compiled_already, holding_a_compiled_one])
+def test_what_is_compiled_already_is_left_to_that(make: Callable[[], nn.Module]) -> None:
+    trained = []
+    for strategies in ([], [Regional(blocks=["blocks"], **EAGER)]):
+        trained.append(model := make())
+        with begin(None, model, optimizer := adam(model), strategies) as training:
+            assert len([*steps(training, model, optimizer, 4)]) == 4
+    assert all(map(torch.equal, *(one.state_dict().values() for one in trained)))
+    assert training.record.eager_parts == {"blocks.0": "blocks.0 is compiled by torch.compile already"}
+    assert (training.record.regions, training.record.regions_compiled) == (2, 2)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Strategy], dict[str, Any], str]] = {
     "capture": (Net, [CudaGraph(required=False)], {}, "cuda_graph captures whole steps: give loss="),
     "buckets": (Net, [Buckets()], {}, "buckets groups and pads batches"),
     "wrapped": (lambda: Fabric(accelerator="cpu").setup(Net()), [], {"loss": loss_function}, "Fabric or accelerate"),
-    "compiled": (compiled_already, [Regional()], {}, "the module is compiled already"),
-    "compiled within": (holding_a_compiled_one, [Regional()], {}, "the module is compiled already"),
     "paths": (Net, [Regional(blocks=["layers"])], {}, "Regional.blocks: 'layers' matches no submodule"),
     "needless": (Net, [], {"clip": 1.0}, "clip= goes with loss="),
     "micro-batches": (Net, [], {"micro_batches": 0}, "micro_batches=0 must be at least 1"),

@@ -88,26 +88,29 @@ def test_a_folder_with_another_runs_work_is_refused_and_stays_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("left", "arguments"),
+    ("left", "name", "within"),
     [
-        (finished, ["resume=run"]),
-        (killed, ["resume=run/checkpoints/last.ckpt"]),
-        (checkpoint_alone, ["resume=run/checkpoints"]),
+        (finished, "run", ""),
+        (killed, "run", "/checkpoints/last.ckpt"),
+        (checkpoint_alone, "run", "/checkpoints"),
+        (killed, "0-compile=eager,seed=1 ü", ""),
     ],
-    ids=["resumed", "resumed by its file", "resumed without a record"],
+    ids=["resumed", "resumed by its file", "resumed without a record", "a name that Hydra does not read"],
 )
 def test_a_folder_of_the_resumed_run_is_written_into(
     command_line: Any,
     called: list[Any],
     tmp_path: Path,
     left: Any,
-    arguments: list[str],
+    name: str,
+    within: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainer.settings.find_checkpoint", lambda resume: None)  # there is none to go on from
-    left(tmp_path / "run")
-    assert command_line("hydra.run.dir=run", *arguments) == 0
-    assert called[0]["run_dir"] == tmp_path / "run"
+    left(tmp_path / name)
+    assert command_line(f'hydra.run.dir="{name}"', f"resume={name}{within}") == 0
+    assert called[0]["run_dir"] == tmp_path / name
+    assert called[0]["config"].resume == f"{name}{within}"
 
 
 @pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_PROCID"])
