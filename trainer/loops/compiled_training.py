@@ -34,9 +34,9 @@ from trainer.advice import in_python, speaking_python
 from trainer.guards import Guarding
 from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import NOT_STARTED, RunRecord, TrainingInfo
-from trainer.telemetry.serialization import first_few
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
+from trainer.wording import first_few
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.step_capture import StepCapture

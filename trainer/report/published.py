@@ -30,7 +30,8 @@ from trainer.report.runs import Run, find, is_profiled, workload_of
 from trainer.report.statistics import break_even_steps, rounded
 from trainer.report.tables import ABSENT, NOT_SURE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.serialization import counted, nan_to_none, written_whole
+from trainer.telemetry.serialization import nan_to_none, written_whole
+from trainer.wording import counted
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset({"events", "notes", "verdict", "audits", "skipped_items", "final_metrics"})
