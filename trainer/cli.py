@@ -69,8 +69,8 @@ GROUPS = {
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
     from trainer.process import end_with_first, keep_streams, signal_at_end_of_parent
+    from trainer.run_start import SWEEP_VARIABLE
     from trainer.sweep import plan
-    from trainer.sweep.environment import SWEEP_VARIABLE
 
     working_directory_last()
     keep_streams()
@@ -290,8 +290,8 @@ def train(cfg: DictConfig) -> int:
     from trainer.config import source_flags, to_config
     from trainer.process import detect_launch, is_first_process, start_early, uninterrupted_import
     from trainer.run_files import taken
+    from trainer.run_start import SWEEP_VARIABLE
     from trainer.settings import Peer, require_present
-    from trainer.sweep.environment import SWEEP_VARIABLE
 
     settings = HydraConfig.get()
     # As they were typed: with ${oc.env:NAME}, not with what that stands for.

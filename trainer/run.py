@@ -37,8 +37,8 @@ from trainer.process import (
 )
 from trainer.run_end import finalize
 from trainer.run_files import claim, find_checkpoint, release, restore_file
+from trainer.run_start import initial_record
 from trainer.settings import Config
-from trainer.sweep.environment import initial_record
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.source_lines import raised_at

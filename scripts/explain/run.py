@@ -34,8 +34,8 @@ from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer
 from trainer.process import process_settings
+from trainer.run_start import initial_record
 from trainer.settings import Config
-from trainer.sweep.environment import initial_record
 from trainer.telemetry import hardware
 
 ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"

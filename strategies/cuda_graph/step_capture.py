@@ -10,6 +10,7 @@ is a reason not to capture it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 
 from strategies.base import Program, eager
 from strategies.compile_errors import CannotCapture, root_of
-from strategies.compiler_warmup import collected_later
 from strategies.cuda_graph.batch_index import IndexWatch
 from strategies.cuda_graph.host_recorder import HostRecorder
 from strategies.cuda_graph.host_state import HostState, Value, named
@@ -459,6 +459,19 @@ class _Parts(CompiledParts):
             for proof in kind.proofs.values()
             if proof.missed or (proof.due and kind.may_audit(proof, checking))
         }
+
+
+@contextlib.contextmanager
+def collected_later() -> Iterator[None]:
+    """Inside, Python collects no garbage, of which a full collection takes up to half a second: a step that does much
+    more than train meets one more often than others. What is due comes in a later step."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,8 +20,8 @@ from scripts.check.measurement import FILE_NAME, load
 from tests.check.runs import event
 from tests.conftest import ROOT, STAND_IN
 from tests.report.records import record, save
+from trainer.run_start import RECORDS_VARIABLE
 from trainer.sweep import launcher
-from trainer.sweep.environment import RECORDS_VARIABLE
 from trainer.sweep.plan import PlannedCell
 from trainer.telemetry.record import Event, RunRecord
 

@@ -241,16 +241,6 @@ def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: C
     assert training.startswith("training: step 7/200 12.50 steps/s · loss 2.345")
 
 
-@pytest.mark.parametrize("width", [60, 120])
-def test_the_live_line_fits_its_terminal(width: int) -> None:
-    console, telemetry = Console(file=io.StringIO(), force_terminal=True, width=width), cast(Any, FakeTelemetry())
-    with ProgressView(console, style="auto", total=2000, telemetry=lambda: telemetry):
-        pass
-    shown = cast(io.StringIO, console.file).getvalue()
-    assert "/2000" in shown
-    assert "…" not in shown
-
-
 def test_the_bar_is_as_wide_as_the_terminal_and_says_what_it_counts() -> None:
     console, telemetry = Console(file=io.StringIO(), force_terminal=True, width=70), cast(Any, FakeTelemetry())
     telemetry.steps_done = 500

@@ -36,7 +36,7 @@ FURTHER_SHAPE, MAX_SHAPES = 0.5, 3
 compiled until sizes are symbolic."""
 # What is expected to be saved of a step.
 SAVED, SAVED_SYMBOLIC = 0.38, 0.05
-"""By compiling eager's modules, 0.28 to 0.58 in 12 programs; where sizes are symbolic, eager's captions took less."""
+"""By compiling eager's modules: 0.28 to 0.58 in 12 programs, and nothing in captions of symbolic sizes."""
 WHOLE_OVER_PARTS, WHOLE_OVER_BLOCKS = 0.05, 0.15
 """By one graph over regions, where head and loss are regions, too, and where these are the blocks alone: 0 to 0.03 in
 four programs, 0.14 and 0.15 in Llama and T5."""

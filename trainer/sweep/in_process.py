@@ -46,8 +46,8 @@ from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
 from trainer.run_end import main_script, script_name
+from trainer.run_start import origin
 from trainer.settings import TrainerConfig
-from trainer.sweep.environment import origin
 from trainer.sweep.progress import ProgressOutput, progress_output
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
