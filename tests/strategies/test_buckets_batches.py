@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 
 import numpy as np
@@ -95,12 +94,6 @@ def test_without_drop_last_every_example_is_trained_in_every_epoch(replicas: int
     assert ranks[0].left_out == 0
 
 
-def test_fewer_examples_than_a_batch_are_one_smaller_batch() -> None:
-    batches = BucketBatchSampler([4, 16, 15], {16: 8})
-    (batch,) = epoch(batches)
-    assert (sorted(batch), batch.edge, batches.rows_by_edge) == ([0, 1, 2], 16, {16: (3,)})
-
-
 def test_each_epoch_has_an_order_of_its_own_that_seed_and_epoch_decide() -> None:
     first, second = epoch(sampler(), 0), epoch(sampler(), 1)
     assert first != second
@@ -135,11 +128,6 @@ def test_a_training_may_begin_with_one_batch_of_each_shape(replicas: int, drop_l
         assert first[len(EDGES) :] == [batch for batch in usual if batch not in began], "the others keep their order"
         assert sorted(first) == sorted(usual)
         assert epoch(warm, 1) == epoch(plain, 1), "only a training begins so, not every epoch"
-
-
-def test_a_smaller_last_batch_stays_the_last_one_where_a_training_begins_with_one_of_each_shape() -> None:
-    batches = BucketBatchSampler([4] * 3 + [16] * 8, {8: 4, 16: 4}, warm=True)
-    assert [(len(batch), batch.edge) for batch in epoch(batches)] == [(4, 16), (4, 16), (3, 8)]
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -181,16 +169,3 @@ def test_examples_beyond_the_last_edge_and_too_few_for_a_batch_are_errors() -> N
         BucketBatchSampler([4, 16, 17], {8: 1, 16: 1})
     with pytest.raises(ValueError, match="3 training examples make no batch of 2 on 2 devices"):
         BucketBatchSampler([4, 16, 15], {16: 2}, replicas=2, drop_last=True)
-
-
-def test_the_last_short_examples_may_be_a_batch_of_longer_ones() -> None:
-    # Five of them are no batch of eight, but two batches of two.
-    batches = BucketBatchSampler([4] * 5, {8: 8, 32: 2}, drop_last=True)
-    assert [(len(batch), batch.edge) for batch in epoch(batches)] == [(2, 32), (2, 32)]
-    assert batches.left_out == 1
-
-
-def test_a_planned_batch_reaches_a_worker_with_its_edge() -> None:
-    batch = epoch(sampler())[0]
-    copied = pickle.loads(pickle.dumps(batch))
-    assert (list(copied), copied.edge) == (list(batch), batch.edge)
