@@ -42,6 +42,8 @@ Exit codes: 0 all that can be compared holds or is better, 1 something does not 
 APART = re.compile(r"^[+~]*(compile|repeat|profile)\b")
 """Overrides of a published command that are an arm's, or that a verification sets by itself: the latter are OWN."""
 OWN = ("repeat=", "profile=")
+LONGEST_PADDED = 60
+"""Characters of a row's name up to which what follows stands in a column."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,11 +72,17 @@ def work(options: argparse.Namespace) -> int:
     rows = published_rows(options.records)
     if not options.list:
         return verify(options, rows)
-    width = max(map(len, rows))
+    width = min(max(map(len, rows)), LONGEST_PADDED)
     for name, row in rows.items():
         mark = "" if row.compared.ratio is None or row.compared.ratio.shown else NOT_SURE
         speed = mark + published.figure_text(row, RATIO)
-        what = f"{speed} times eager" if RATIO in row.figures else "without a ratio to eager"
+        what = (
+            f"{speed} times eager"
+            if RATIO in row.figures
+            else "the baseline"
+            if row.arm == "eager"
+            else "without eager beside it"
+        )
         print(f"{name:<{width}} {what}, {counted(len(row.records), 'round')}, {row.records[0].device}")
     return 0
 

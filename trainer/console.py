@@ -284,7 +284,7 @@ def _last_checkpoint(record: RunRecord, run_dir: Path) -> Path | None:
 
 
 FIRST_ROWS = (
-    *("steady step", "graphs / breaks / recompiles", "parity with eager", "compile", "peak memory"),
+    *("steady step", "profile", "graphs / breaks / recompiles", "parity with eager", "compile", "peak memory"),
     *("samples", "final loss", "optimizer steps"),
 )
 """Rows of the summary by how much they matter."""
@@ -439,7 +439,8 @@ def _parity(record: RunRecord) -> str:
 
 
 def _apart(kind: str, one: AuditDifference) -> str:
-    return f"{kind} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}"
+    what = f"{kind} {one.what}" if kind.endswith((" of", " to")) else kind
+    return f"{what} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}"
 
 
 def _audits(record: RunRecord) -> str:

@@ -690,6 +690,18 @@ for name, call in CALLS.items():
     CASES[name] = Case(type(name, (Passing,), {"call": call, **blocks}), {"data": vectors(12)})
 
 
+@case(data=vectors(12))
+class CheckpointedShapes(Passing):
+    """Further ones come within a step, behind one that is known: each is computed again as it was computed."""
+
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return checkpoint(one, x, use_reentrant=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        rows = (ROWS, 5, ROWS, 3, 7)[: 1 + self.global_step // 2]
+        return sum(super(CheckpointedShapes, self).loss(batch[:count]) for count in rows)  # type: ignore[return-value]
+
+
 @case()
 class OneOutputUnused(Passing):
     class block(Block):

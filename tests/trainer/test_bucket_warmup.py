@@ -216,13 +216,6 @@ def test_the_first_steps_of_the_optimizer_may_compile_in_whichever_batch_they_co
         one.train(8, compiles=True)
 
 
-def test_what_compiles_between_batches_is_none_of_its_business() -> None:
-    one = Guarded()
-    for edge in (8, 4) * 4:
-        one.train(edge)
-        one.compiler.compilations += 1
-
-
 def test_a_validation_may_compile_once() -> None:
     one = Guarded()
     for width in (4, 8, 11, 4, 4):

@@ -290,16 +290,6 @@ def test_eager_launches_ahead_in_a_window_as_it_does_without_one(
     assert window.compiled_seconds == pytest.approx([2.0] * WINDOW)
 
 
-def test_each_process_is_asked_whatever_it_knows_itself() -> None:
-    # The others would wait for its answer: of four GPUs one may have no steady step yet.
-    asked: list[bool] = []
-    loop: Any = SimpleNamespace(all_ranks=lambda flag: asked.append(flag) or False)
-    meter = SimpleNamespace(median_seconds=None, steady=SimpleNamespace(seconds=[]))
-    timing = Timing(loop, SimpleNamespace(), SimpleNamespace(meter=meter), lambda line: None, wanted=True)  # type: ignore[arg-type]
-    timing._plan_first()
-    assert asked == [False]
-
-
 def test_why_captured_steps_of_several_processes_have_no_windows_is_said() -> None:
     loop: Any = SimpleNamespace(world_size=2, all_ranks=bool, steps_done=50, log_every_n_steps=50)
     meter = SimpleNamespace(median_seconds=1.0, ended=50, steady=SimpleNamespace(seconds=[1.0] * STEADY_STEPS))
