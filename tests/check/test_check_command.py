@@ -89,8 +89,11 @@ def repository(cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_base_is_stored_and_an_unchanged_branch_passes_against_it(
-    cells: Cells, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["scripts/check/__main__.py"]
+    )  # whether pytest was started as a script or a module
     command = ["task=micro", "compile=regional,[regional,cuda_graph]", "--rounds", "2"]
     assert main(["--update", *command]) == 0
     assert cells.titles == ["eager", "regional", "[regional,cuda_graph]"] * 2
