@@ -571,6 +571,32 @@ def test_what_is_compiled_already_is_left_to_that(make: Callable[[], nn.Module])
     assert (training.record.regions, training.record.regions_compiled) == (2, 2)
 
 
+def test_an_optimizer_of_sparse_gradients_alone_is_left_to_torch() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.net = nn.Embedding(4, 8, sparse=True), Net()
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return self.net(x_BD + self.words(torch.arange(len(x_BD)) % 4))
+
+    trained = []
+    for strategies in ([], [Optimizer(backend="aot_eager")]):
+        trained.append(model := Words())
+        optimizers = [torch.optim.SparseAdam(model.words.parameters()), adam(model.net)]
+        with begin(None, model, optimizers, strategies) as training:
+            for batch in training.batches(loader()):
+                model.zero_grad()
+                loss_function(model, batch).backward()
+                for one in optimizers:
+                    one.step()
+    for one, other in zip(*(one.parameters() for one in trained), strict=True):
+        torch.testing.assert_close(one, other)
+    assert training.record.report["optimizer"]["form"] == "eager, functional"
+    assert training.record.eager_parts == {"optimizer": "SparseAdam: it has embeddings with sparse gradients"}
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
