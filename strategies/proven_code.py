@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
@@ -37,7 +37,7 @@ def not_compiled_yet(error: BaseException | None) -> NotCompiledYet | None:
     return error
 
 
-STANCE = "fail_on_recompile"
+STANCE: Final = "fail_on_recompile"
 """Torch's, named by the error that it raises."""
 _in_capture = False
 
