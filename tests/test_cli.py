@@ -119,7 +119,10 @@ def test_the_records_exit_code_is_the_processs(
         ),
         (["compile=whole", "compile.whole.options={shape_padding:true}"], ["use +compile.whole.options"]),
         (["compile=hole"], ["error: compile=hole is not an option; near: whole"]),
-        (["compile=[whole"], ["error: compile=[whole: "]),
+        (["compile=[whole"], ["error: compile=[whole: a quote or a bracket is not closed, "]),
+        (["hydra.run.dir=my ü"], ["error: hydra.run.dir=my ü: write it in quotes: 'hydra.run.dir=\"my ü\"'"]),
+        (["hydra.run.dir=lr=3"], ["error: hydra.run.dir=lr=3: write it in quotes: 'hydra.run.dir=\"lr=3\"'"]),
+        (["ü=3"], ["error: ü=3 is not NAME=VALUE"]),
         (
             ["compile=[regional,whole]"],
             ["error: compile: 'regional' and 'whole' both act on the module stage; choose one of them"],

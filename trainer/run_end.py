@@ -26,7 +26,7 @@ from strategies.compiler_warmup import stop_compiling
 from strategies.loop_protocol import Loop
 from trainer.console import ProgressView, print_end, relative_path, summary
 from trainer.report.run_verdict import run_verdict
-from trainer.sweep.environment import RECORDS_VARIABLE, origin
+from trainer.run_start import RECORDS_VARIABLE, origin
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, NOT_STARTED, RunRecord, TrainingInfo

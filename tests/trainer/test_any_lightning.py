@@ -116,13 +116,34 @@ def compiled_in_place() -> Any:
     return module
 
 
-@pytest.mark.parametrize("make", [compiled_whole, compiled_within, compiled_in_place])
-def test_a_module_that_is_compiled_already_is_refused(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^(Blocks|head) is compiled already .*: hand over the plain one$"):
-        fit(make(), tmp_path, [Compile([Regional(backend="eager")])])
-    compile_ = Compile([])
-    assert len(fit(make(), tmp_path, [compile_])) == 6
-    assert any("is compiled by torch.compile already" in note for note in compile_.record.notes)
+def compiled_later() -> Any:
+    class Compiles(Blocks):
+        def on_fit_start(self) -> None:
+            self.layers[0].compile(backend="eager")
+
+    return Compiles()
+
+
+@pytest.mark.parametrize(
+    ("make", "theirs", "left"),
+    [
+        (compiled_whole, "Blocks", {f"layers.{number}": "the module" for number in range(3)}),
+        (compiled_within, "head", {}),
+        (compiled_in_place, "head", {}),
+        (compiled_later, "", {"layers.0": "layers.0"}),
+    ],
+)
+def test_what_is_compiled_already_is_left_to_that(make: Any, theirs: str, left: dict[str, str], tmp_path: Path) -> None:
+    eager = fit(make(), tmp_path, [])
+    for strategies in ([], [Regional(backend="aot_eager")]):
+        compile_ = Compile(strategies)
+        assert fit(make(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
+        record = compile_.record
+        assert not theirs or f"compiled by torch.compile already, in eager steps too: {theirs}" in record.notes
+    assert record.eager_parts == {path: f"{own} is compiled by torch.compile already" for path, own in left.items()}
+    assert (record.regions, record.regions_compiled) == (3 - len(left), 3 - len(left))
+    assert record.ended_in_eager is (len(left) == 3)
+    assert theirs or "layers.0 runs as written: layers.0 is compiled by torch.compile already" in record.notes
 
 
 def demo(callbacks: list[L.Callback], module: L.LightningModule | None = None) -> list[float]:

@@ -15,7 +15,7 @@ from strategies.compile_errors import SECOND_ORDER
 from tests.trainer.simulated import STARTED, Workload, simulate
 from trainer.auto import chooser
 from trainer.auto.past_runs import load_timings, save_timings
-from trainer.auto.rule import CACHED_SECONDS, EAGER, SETUP_SECONDS, Arm, Timings
+from trainer.auto.rule import CACHED_SECONDS, CAPTURE_SECONDS, EAGER, Arm, Timings
 
 ARMS = ("eager", "regional", "whole", "cuda_graph", "regional+cuda_graph", "whole+cuda_graph")
 
@@ -58,7 +58,7 @@ WORKLOADS = {
 SMALL = Workload(
     steps={"eager": 0.1, "regional": 0.08, "whole": 0.07},
     compiling={"regional": 4.0, "whole": 9.0},
-    layers={"regional": 1, "whole": 180},
+    layers={"regional": 1, "whole": 200},
 )
 
 
@@ -212,12 +212,26 @@ def test_steps_of_many_lengths_are_not_captured_unless_the_run_is_long(monkeypat
     assert "cuda_graph" in simulate(monkeypatch, few, 2_000).train(300).tried
 
 
+def test_compiles_for_further_shapes_are_expected_where_the_modules_need_them() -> None:
+    known = arms()
+    eager, regional = known.arms[EAGER, False], known.arms["regional", False]
+    seconds = known.compiling["regional"]
+    assert known.expected_setup(regional, eager) == seconds
+    known.shapes = Counter(range(8))
+    assert known.expected_setup(regional, eager) == 2.5 * seconds, "the second one makes sizes symbolic"
+    known.shapes = Counter(range(2))
+    assert known.expected_setup(regional, eager) == 1.5 * seconds, "a last, smaller batch"
+    known.shapes, known.static = Counter(range(8)), True
+    assert known.expected_setup(regional, eager) == 4.5 * seconds
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def arms() -> Timings:
     every = [Arm(module=name, captured=one) for one in (False, True) for name in (EAGER, "regional", "whole")]
-    return Timings(arms={(arm.module, arm.captured): arm for arm in every})
+    arms = {(arm.module, arm.captured): arm for arm in every}
+    return Timings(arms=arms, compiling={"regional": 15.0, "whole": 35.0})
 
 
 def measured() -> Timings:
@@ -246,13 +260,13 @@ def test_what_is_in_the_compilers_caches_is_expected_to_load(tmp_path: Path, mon
     caches = tmp_path / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(caches))
     save_timings(measured(), tmp_path / "a.json")
-    for there, seconds in ((False, SETUP_SECONDS["regional"]), (True, CACHED_SECONDS["regional"])):
+    for there, seconds in ((False, 15.0), (True, CACHED_SECONDS)):
         if there:
             caches.mkdir()
             (caches / "kernel").touch()
         known = arms()
         load_timings(known, tmp_path / "a.json")
-        assert known.arms["regional", False].setup_seconds == seconds
+        assert known.expected_setup(known.arms["regional", False], known.arms[EAGER, False]) == seconds
         assert known.cached == ({"regional"} if there else set())
 
 
@@ -265,7 +279,7 @@ def test_the_next_run_counts_captures_of_all_shapes(tmp_path: Path) -> None:
     kept = arms()
     load_timings(kept, file)
     setup = kept.arms[EAGER, True].setup_seconds
-    assert setup > len(known.shapes) * SETUP_SECONDS["cuda_graph"]
+    assert setup > len(known.shapes) * CAPTURE_SECONDS
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 6, "arms": 3, "written": "x"}'])

@@ -18,11 +18,11 @@ import torch
 
 from tests.trainer.runs import train
 from trainer.callback import Compile
-from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import Checkpoints, FiniteLosses, open_checkpoint, random_states, restore_own
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.process import StopRequest
+from trainer.run_files import find_checkpoint
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.serialization import written_whole
 

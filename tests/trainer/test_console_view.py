@@ -65,6 +65,7 @@ SMALL_AND_LARGE: dict[str, Any] = {
 SUMMARIES: dict[str, dict[str, Any]] = {
     "compiled, nothing known": COMPILED,
     "eager, nothing known": {},
+    "two processes, stopped before a steady step": {"world_size": 2, "padded_share": 0.3},
     "small and large figures": SMALL_AND_LARGE,
     "eager": {"steps": 4, "warmup_seconds": 1.0, "warmup_steps": 2},
     "what compiling cost": COST,
@@ -75,6 +76,8 @@ SUMMARIES: dict[str, dict[str, Any]] = {
     "parity": {"report": {"parity": PASSED}, **COMPILED},
     "parity of draws": {"report": {"parity": {**PASSED, "how": ["exact", "seeds"]}}, **COMPILED},
     "parity of nothing": {"report": {"parity": {**PASSED, "worst": {}}}, **COMPILED},
+    "parity of an input": {"report": {"parity": {**PASSED, "worst": {"gradient of": NEAREST["gradient"]}}}, **COMPILED},
+    "parity of one check": {"report": {"parity": {**PASSED, "checks": 1}}, **COMPILED},
     "what strategies found": {
         "report": {
             "cuda_graph": {
@@ -141,6 +144,10 @@ def resumable(status: str) -> RunRecord:
 
 ENDS: dict[str, tuple[Callable[[], RunRecord], str | None, dict[str, Any]]] = {
     "a run that has much to say": (eventful, "outputs/captioning/regional/2026-11-27_22-58-49", {}),
+    "a profile that was asked for": (
+        lambda: RunRecord(task="captioning", report={"profile": {"idle_share": 0.3, "trace": "profile/trace.json.gz"}}),
+        "outputs", {},
+    ),
     "all of it": (eventful, "outputs", {"full": True}),
     "a script that was interrupted": (
         lambda: RunRecord(task="Mine", status="interrupted", script="mine.py"), "of a script", {},

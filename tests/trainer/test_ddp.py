@@ -22,7 +22,7 @@ from tests.trainer.runs import overrides
 from trainer.build import build_trainer
 from trainer.callback import Compile
 from trainer.config import compose
-from trainer.loops.distributed import DDP
+from trainer.loops.ddp import DDP
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.xdist_group("two_processes")

@@ -76,12 +76,17 @@ SENTENCES = examples(64, lambda words, mask: int(words[0]) % 3)
 
 
 def build(
-    folder: Path, model: nn.Module | None = None, data: Any = TEXTS, kind: type[Trainer] = Trainer, **arguments: Any
+    folder: Path,
+    model: nn.Module | None = None,
+    data: Any = TEXTS,
+    kind: type[Trainer] = Trainer,
+    collate: Any = None,
+    **arguments: Any,
 ) -> Trainer:
     given = {"per_device_train_batch_size": 4, "max_steps": 6, "logging_steps": 2, "learning_rate": 1e-3}
     off: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
     args = TrainingArguments(output_dir=str(folder), **{**off, **given, **arguments})
-    return kind(model=model or gpt2(), args=args, train_dataset=data, eval_dataset=data[:8])
+    return kind(model=model or gpt2(), args=args, train_dataset=data, eval_dataset=data[:8], data_collator=collate)
 
 
 def losses_of(trainer: Trainer) -> list[float]:
@@ -246,7 +251,6 @@ def test_the_script_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ([Buckets()], {}, "buckets groups and pads batches"),
         ([CudaGraph()], {}, "cuda_graph captures whole steps"),
-        ([Whole()], {"torch_compile": True}, "args.torch_compile=True"),
         ([Whole()], {"auto_find_batch_size": True}, "args.auto_find_batch_size=True"),
         ([Whole(), Regional()], {}, "'regional' and 'whole' both act on the module stage"),
     ],
@@ -260,6 +264,21 @@ def test_what_does_not_fit_is_refused_before_any_work(
         compile_trainer(trainer, strategies)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("strategy", [Regional, Whole])
+def test_what_is_compiled_already_is_left_to_that(tmp_path: Path, plain: Trainer, strategy: Any) -> None:
+    compiled = gpt2()
+    compiled.transformer.compile(backend="eager")
+    for model, arguments, why in (
+        (compiled, {}, "transformer is compiled by torch.compile already"),
+        (gpt2(), {"torch_compile": True, "torch_compile_backend": "eager"}, "not within a torch.compile of your own"),
+    ):
+        torch._dynamo.reset()
+        trainer, record = trained(tmp_path, [strategy(**EAGER)], model=model, **arguments)  # type: ignore[arg-type]
+        assert losses_of(trainer) == pytest.approx(losses_of(plain))
+        assert record.ended_in_eager
+        assert all(why in reason for reason in record.eager_parts.values())
 
 
 class WrongInTraining(nn.Module):
@@ -316,13 +335,18 @@ def test_an_audit_finds_what_goes_wrong_later(tmp_path: Path, micro_batches: int
 
 
 class Counting(Trainer):
-    """A subclass that counts and logs in its own loss."""
+    """A subclass that counts and logs in its own loss, and makes its inputs of examples, as those that generate do."""
 
-    calls = 0
+    calls = prepared = 0
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
         self.counted = {"losses": []}
+        self.data_collator = list
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.prepared += 1
+        return super()._prepare_inputs({name: torch.stack([one[name] for one in inputs]) for name in inputs[0]})
 
     def compute_loss(self, *given: Any, **named: Any) -> Any:
         self.calls += 1
@@ -337,6 +361,27 @@ def test_a_subclass_sees_no_trace_of_what_is_run_apart(tmp_path: Path) -> None:
     trainer, record = trained(tmp_path, [Regional(**EAGER)], kind=Counting)
     expected = bare(tmp_path / "bare", kind=Counting)
     assert record.report["parity"]["verdict"] == "passed"
-    assert (trainer.calls, len(trainer.counted["losses"])) == (6, 6)
+    assert (trainer.calls, trainer.prepared, len(trainer.counted["losses"])) == (6, 6, 6)
     assert trainer.counted["losses"] == pytest.approx(expected.counted["losses"], rel=1e-4)
     assert [entry["mine"] for entry in trainer.state.log_history if "mine" in entry] == [1, 2, 3, 4, 5, 6]
+
+
+class OnItsOwn(Trainer):
+    """A step of its own that takes batches as the collator makes them."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        words, labels = inputs
+        loss = model.train()(input_ids=words, labels=labels).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_step_of_ones_own_with_tuples_for_batches(tmp_path: Path) -> None:
+    data = [(one["input_ids"], one["labels"]) for one in TEXTS]
+    how: dict[str, Any] = {"kind": OnItsOwn, "data": data, "max_steps": 12}
+    collate = lambda rows: tuple(map(torch.stack, zip(*rows, strict=True)))  # noqa: E731
+    expected = bare(tmp_path / "bare", collate=collate, **how)
+    trainer, record = trained(tmp_path, [Regional(**EAGER)], collate=collate, **how)
+    assert_same_training(trainer, expected)
+    assert (record.regions_compiled, record.steps) == (2, 12)
+    assert record.report["parity"]["verdict"] == "passed"

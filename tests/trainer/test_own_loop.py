@@ -547,9 +547,6 @@ def test_the_scripts_of_the_page_train(tmp_path: Path, monkeypatch: pytest.Monke
     assert kept.eager_parts == ours.eager_parts == {}
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
 def compiled_already() -> nn.Module:
     model = Net()
     model.blocks[0].compile(backend="eager")
@@ -562,12 +559,51 @@ def holding_a_compiled_one() -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("make", [compiled_already, holding_a_compiled_one])
+def test_what_is_compiled_already_is_left_to_that(make: Callable[[], nn.Module]) -> None:
+    trained = []
+    for strategies in ([], [Regional(blocks=["blocks"], **EAGER)]):
+        trained.append(model := make())
+        with begin(None, model, optimizer := adam(model), strategies) as training:
+            assert len([*steps(training, model, optimizer, 4)]) == 4
+    assert all(map(torch.equal, *(one.state_dict().values() for one in trained)))
+    assert training.record.eager_parts == {"blocks.0": "blocks.0 is compiled by torch.compile already"}
+    assert (training.record.regions, training.record.regions_compiled) == (2, 2)
+
+
+def test_an_optimizer_of_sparse_gradients_alone_is_left_to_torch() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.net = nn.Embedding(4, 8, sparse=True), Net()
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return self.net(x_BD + self.words(torch.arange(len(x_BD)) % 4))
+
+    trained = []
+    for strategies in ([], [Optimizer(backend="aot_eager")]):
+        trained.append(model := Words())
+        optimizers = [torch.optim.SparseAdam(model.words.parameters()), adam(model.net)]
+        with begin(None, model, optimizers, strategies) as training:
+            for batch in training.batches(loader()):
+                model.zero_grad()
+                loss_function(model, batch).backward()
+                for one in optimizers:
+                    one.step()
+    for one, other in zip(*(one.parameters() for one in trained), strict=True):
+        torch.testing.assert_close(one, other)
+    assert training.record.report["optimizer"]["form"] == "eager, functional"
+    assert training.record.eager_parts == {"optimizer": "SparseAdam: it has embeddings with sparse gradients"}
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Strategy], dict[str, Any], str]] = {
     "capture": (Net, [CudaGraph(required=False)], {}, "cuda_graph captures whole steps: give loss="),
     "buckets": (Net, [Buckets()], {}, "buckets groups and pads batches"),
     "wrapped": (lambda: Fabric(accelerator="cpu").setup(Net()), [], {"loss": loss_function}, "Fabric or accelerate"),
-    "compiled": (compiled_already, [Regional()], {}, "the module is compiled already"),
-    "compiled within": (holding_a_compiled_one, [Regional()], {}, "the module is compiled already"),
     "paths": (Net, [Regional(blocks=["layers"])], {}, "Regional.blocks: 'layers' matches no submodule"),
     "needless": (Net, [], {"clip": 1.0}, "clip= goes with loss="),
     "micro-batches": (Net, [], {"micro_batches": 0}, "micro_batches=0 must be at least 1"),

@@ -19,7 +19,7 @@ from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
 from trainer.callback import Compile
 from trainer.report.runs import find
-from trainer.sweep.environment import RECORDS_VARIABLE
+from trainer.run_start import RECORDS_VARIABLE
 from trainer.telemetry import meter, telemetry
 from trainer.telemetry.record import RunRecord
 

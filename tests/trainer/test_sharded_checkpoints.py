@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader
 from tests.processes import Pair, RanksFailed, on_ranks
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import train
-from trainer.checkpoint_files import INDEX, META, beside, find_checkpoint, is_directory
 from trainer.checkpoints import open_checkpoint
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.fsdp2 import FSDP2
+from trainer.run_files import INDEX, META, beside, find_checkpoint, is_directory
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.xdist_group("two_processes")
