@@ -52,15 +52,6 @@ def test_ranks_take_the_same_bucket_at_every_step_and_share_the_examples(replica
     assert ranks[0].left_out < min(ranks[0].batch_sizes.values()) * replicas
 
 
-def test_every_example_fits_the_edge_of_its_batch_and_is_rarely_shorter_than_its_bucket() -> None:
-    batches, of = sampler(), lengths()
-    mixed = 0
-    for batch in epoch(batches):
-        assert max(of[batch]) <= batch.edge
-        mixed += len({EDGES[np.searchsorted(EDGES, of[example])] for example in batch}) > 1
-    assert mixed <= len(EDGES), "only what fills up the last batch of a bucket comes from another one"
-
-
 @pytest.mark.parametrize("short", [0, 3])
 def test_what_is_left_out_rotates_through_all_examples(short: int) -> None:
     """Three short examples are fewer than a batch of eight, and would be left out of every epoch."""

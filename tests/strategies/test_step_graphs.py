@@ -118,13 +118,6 @@ def compared(graphs: StepGraphs, mode: str = "on", **others: Any) -> StepRecorde
     return recorder
 
 
-def test_every_shape_runs_before_its_capture(engine: Failing) -> None:
-    graphs = StepGraphs(engine)
-    for rows in (4, 4, 4, 3, 3, 3):
-        assert doubled(graphs, rows).tolist() == [4.0] * rows
-    assert (graphs.eager_count, graphs.captures) == (4, 2), "once before it is observed, and once while it is"
-
-
 def test_what_fails_after_it_has_run_is_not_tried_again(engine: Failing) -> None:
     graphs = StepGraphs(engine)
     for _ in range(2):
@@ -265,15 +258,6 @@ def together(
     return found
 
 
-def test_processes_capture_at_the_same_step() -> None:
-    engines = [Counted(), Counted()]
-    # The first process has seen shape 4 twice when the second one sees it for the first time.
-    found = together([[4, 4, 4, 4, 4], [3, 4, 4, 4, 4]], [Host(), Host()], engines)
-    assert [graphs.captures for graphs, _ in found] == [1, 1]
-    assert [graphs.replays for graphs, _ in found] == [2, 2]
-    assert engines[0].eager_calls == engines[1].eager_calls == 3
-
-
 def test_processes_repeat_a_step_that_all_have_recorded() -> None:
     hosts = [Host(), Host()]
     engines = [RecordingEngine(nn.Linear(1, 1)), RecordingEngine(nn.Linear(1, 1))]
@@ -340,21 +324,6 @@ class Faulty(RecordingEngine):
             self.count += 1
 
         return wrong, results
-
-
-def test_a_graph_repeats_a_recorded_step_before_it_trains_and_nothing_of_that_stays(engine: Failing) -> None:
-    graphs, host, weight = StepGraphs(engine), Host(), torch.tensor(1.0)
-    compared(graphs)
-    expected = 1.0
-    for step in range(10):
-        value = 0.1 * (step + 1)
-        multiplied(graphs, 4, host, weight=weight, value=value)
-        expected = float(torch.tensor(expected) + torch.full((4,), value).sum() * 2.0)
-        assert float(weight) == expected, step
-    assert (graphs.captures, graphs.replays, host.calls) == (1, 8, 3)
-    (audit,) = graphs.audits
-    assert (audit.passed, audit.largest, audit.first) == (True, None, True)
-    assert graphs.facts()["parity"]["verdict"] == "passed"
 
 
 def test_a_fault_of_one_replay_is_looked_at_again_and_forgotten() -> None:
@@ -447,18 +416,6 @@ def test_what_a_check_within_a_step_waits_for_is_none_of_the_steps(engine: Faili
         graphs.run("step", torch.ones(4), Reads(host), name="step")
     assert graphs.rejections == []
     assert graphs.captures == 1
-
-
-def test_steps_left_out_run_in_python_and_graphs_stay(engine: Failing) -> None:
-    graphs, host = StepGraphs(engine), Host()
-    for _ in range(4):
-        multiplied(graphs, 4, host)
-    calls, replays = host.calls, graphs.replays
-    with graphs.left_out():
-        multiplied(graphs, 4, host)
-    assert (host.calls, graphs.replays) == (calls + 1, replays)
-    multiplied(graphs, 4, host)
-    assert (host.calls, graphs.replays) == (calls + 1, replays + 1)
 
 
 def test_a_step_left_out_of_a_rejected_shape_leaves_captured_modules_out_as_well(engine: Failing) -> None:
