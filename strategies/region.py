@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
-from strategies.proven_code import NoCode, without_compiling
+from strategies.proven_code import STANCE, NoCode, NotCompiledYet, in_capture, without_compiling
 from strategies.region_check import Outcome, check_call, overlapping, weights_held, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, functions_behind, known
@@ -470,6 +470,8 @@ class Region(StandIn):
                 self._ran_compiled[key] = False
                 return self._seen_deriving(args, kwargs)
         if before is False:
+            if in_capture() and kind.failure is None and not kind.eager_evaluations:  # compared in this very step
+                self._end_capture()
             return self._eager(args, kwargs)
         proof, may_be_covered = kind.proofs.get(key), False
         if proof is None:
@@ -493,9 +495,12 @@ class Region(StandIn):
                 return self._run(key, proof, args, kwargs)
             except NoCode:  # nothing has run
                 missed = True
-        self._ran_compiled[key] = False
         waits = checking.one_kind_a_step and checking.checked not in (None, kind)
-        if checks and not waits and (audit or missed or proof.looks == 0 or proof.is_suspected(self)):
+        checked = checks and not waits and (audit or missed or proof.looks == 0 or proof.is_suspected(self))
+        if checked and in_capture():
+            self._end_capture(proof)
+        self._ran_compiled[key] = False
+        if checked:
             result = self._checked(proof, args, kwargs, audit=audit, missed=missed)
             if kind.differs or kind.error or proof.suspected:
                 kind.functions |= functions_behind(result, (args, kwargs))
@@ -648,6 +653,8 @@ class Region(StandIn):
             # Recomputation of a checkpoint ends by an exception of its own, once it has what the backward needs.
             if is_out_of_memory(error) or type(error).__module__ == "torch.utils.checkpoint":
                 raise
+            if in_capture() and STANCE in str(error):
+                self._end_capture(proof)
             self._ran_compiled[key] = False
             if kept is not None:
                 kept.restore()
@@ -666,6 +673,12 @@ class Region(StandIn):
         if torch.is_grad_enabled():
             self._watch_backward(proof, result, args, kwargs)
         return result
+
+    def _end_capture(self, proof: Proof | None = None) -> None:
+        """Code is missing where none can be compiled: a later call of ``proof``'s is checked, which compiles it."""
+        if proof is not None and self._checking.mode != "off":
+            proof.missed.add(self)
+        raise NotCompiledYet(f"code was missing for {self.path}: that is compiled first, then captured again")
 
     def _note_compiled(self, proof: Proof, graphs: int) -> bool:
         """Whether there are more graphs than ``graphs``; code that is compiled again and again runs eager."""

@@ -31,11 +31,13 @@ from strategies.cuda_graph.step_graphs import (
     MAX_CHANGES,
     MAX_DEFERRED,
     MAX_GRAPHS,
+    MAX_OBSERVATIONS,
     MAX_VARIANTS,
     MIN_REPLAYS,
     not_strided,
     why_not_captured,
 )
+from strategies.proven_code import not_compiled_yet
 from strategies.region import Check, Checking, Region, StandIn, is_ancestor, is_looked_at, plain, submodules
 from strategies.region_check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
 from strategies.region_state import RegionState
@@ -409,6 +411,8 @@ class Network(StandIn):
         if is_out_of_memory(error):
             kind.rejected = True
             of.notes.append(f"cuda_graph: {self.named}: there is too little memory to capture calls with {kind.name}")
+        elif (missing := not_compiled_yet(error)) is not None and kind.failures < MAX_OBSERVATIONS:
+            of.notes.append(f"cuda_graph: {self.named}: {missing}")
         else:
             self.reject(why_not_captured(error))
 

@@ -26,6 +26,7 @@ from strategies import Program, Strategy
 from strategies.base import Stage
 from strategies.cuda_graph.network import NetworkGraphs
 from strategies.cuda_graph.step_graphs import StepGraphs
+from strategies.proven_code import capturing
 from strategies.torch_patches import as_capturing
 
 aten = torch.ops.aten
@@ -154,7 +155,7 @@ class RecordingEngine:
             with (
                 _ONE_THREAD,
                 as_capturing(),
-                torch.compiler.set_stance("fail_on_recompile"),
+                capturing(),
                 without_reading(),
                 recorder.sizes(),
                 recorder,

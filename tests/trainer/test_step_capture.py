@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from strategies import Regional, region
 from strategies.cuda_graph import step_graphs
 from strategies.cuda_graph.host_recorder import HostRecorder
 from tests.trainer.capturing import Captured
 from tests.trainer.lightning_modules import quiet_trainer
-from tests.trainer.recording import Recorded, RecordingEngine
+from tests.trainer.recording import Recorded, RecordedNetwork, RecordingEngine
 from trainer.callback import Compile
 from trainer.guards import ParityError
 
@@ -511,3 +512,40 @@ def test_a_step_that_fails_in_its_capture_is_called_again_and_said(tmp_path: Pat
     assert fit(Net(), tmp_path, captured).losses == pytest.approx(eager.losses, rel=1e-5)
     assert sum("was called a second time on this batch" in note for note in captured.program.notes) == 2
     assert "the driver gives up" in captured.program.given_up["step"]
+
+
+class Blocks(Net):
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("capturing", "parity", "count"),
+    [
+        (Recorded, "on", "replayed_steps"),
+        (Recorded, "off", "replayed_steps"),
+        (RecordedNetwork, "on", "replayed_calls"),
+    ],
+)
+def test_code_that_is_missing_in_a_capture_is_compared_first_and_captured_later(
+    capturing: type[Recorded], parity: str, count: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region, "is_looked_at", lambda args: False)  # the stand-in for a capture is a mode
+    ended = 0
+    for number in range(1, 9):  # one of these steps is captured
+
+        class Resets(Blocks):
+            def on_train_batch_start(self, batch: Any, batch_idx: int, at: int = number) -> None:
+                if batch_idx == at:
+                    torch._dynamo.reset()
+
+        eager, compile_ = fit(Resets(), tmp_path), Compile([Regional(backend="aot_eager"), capturing()], parity=parity)
+        assert fit(Resets(), tmp_path, compile_).losses == pytest.approx(eager.losses, rel=1e-5)
+        record = compile_.record
+        assert not record.eager_parts
+        assert record.report["recorded"][count]
+        lines = [note for note in record.notes if "code was missing" in note]
+        assert len(lines) <= 1
+        ended += len(lines)
+    assert ended
