@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import random
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -257,3 +260,43 @@ def simulate(
     monkeypatch.setattr(Chooser, "_may_capture", lambda self: captures)
     monkeypatch.setattr(Chooser, "_device_is_behind", lambda self: run.arm in workload.never_waits)
     return run
+
+
+def simulate_together(monkeypatch: pytest.MonkeyPatch, workloads: Sequence[Workload], planned: int) -> list[Simulation]:
+    """Trainings of processes that wait for each other where they agree on something; an error where they do not ask
+    for it at the same places."""
+    runs = [simulate(monkeypatch, workload, planned) for workload in workloads]
+    ours, given = threading.local(), [("", None)] * len(runs)
+    barrier = threading.Barrier(len(runs))
+    monkeypatch.setattr(chooser, "now", lambda: ours.run.now)
+    monkeypatch.setattr(chooser, "process_age_seconds", lambda: STARTED + ours.run.now)
+    monkeypatch.setattr(Chooser, "_device_is_behind", lambda self: False)
+
+    def all_of(place: int, asked: str, value: Any = None) -> list[Any]:
+        given[place] = asked, copy.deepcopy(value)
+        barrier.wait()
+        found = list(given)
+        barrier.wait()
+        assert {one for one, _ in found} == {asked}, "processes would wait for each other"
+        return [one for _, one in found]
+
+    def train(place: int) -> None:
+        ours.run = run = runs[place]
+        vars(run.loop).update(
+            world_size=len(runs),
+            is_first_process=not place,
+            broadcast=lambda value: copy.deepcopy(all_of(place, "broadcast", value)[0]),
+            any_rank=lambda value: any(all_of(place, "any", value)),
+            all_ranks=lambda value: all(all_of(place, "all", value)),
+        )
+        try:
+            run.train()
+            all_of(place, "the end")
+        except BaseException:
+            barrier.abort()  # who waits for it waits in vain
+            raise
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        for done in [pool.submit(train, place) for place in range(len(runs))]:
+            done.result()
+    return runs

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from strategies.compile_errors import SECOND_ORDER
-from tests.trainer.simulated import STARTED, Workload, simulate
+from tests.trainer.simulated import STARTED, Workload, simulate, simulate_together
 from trainer.auto import chooser
 from trainer.auto.past_runs import load_timings, save_timings
 from trainer.auto.rule import CACHED_SECONDS, CAPTURE_SECONDS, EAGER, Arm, Timings
@@ -115,6 +115,21 @@ def test_under_several_optimizers_a_step_of_the_loop_counts_for_all_of_theirs(mo
     assert simulate(monkeypatch, SMALL, 300, captures=False).train().tried == ["eager", "regional"]
     run = simulate(monkeypatch, replace(SMALL, optimizers=2), 300, captures=False)
     assert run.train(150).tried == ["eager"], "half as many steps"
+
+
+@pytest.mark.parametrize("name", ["captioning", "llama", "resnet50"])
+def test_processes_of_unlike_times_and_batches_try_the_same_arms_at_the_same_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alike = replace(WORKLOADS[name], never_waits=())
+    slower = {arm: 0.05 * (1 + place) for place, arm in enumerate(ARMS)}
+    other = replace(alike, steps=slower, shapes=lambda step: step % 400)  # too many for captures to pay
+    alone = simulate(monkeypatch, other, 4_000).train()
+    runs = simulate_together(monkeypatch, [alike, other], 4_000)
+    assert runs[0].switches == runs[1].switches
+    assert runs[0].chosen == runs[1].chosen
+    assert runs[1].tried != alone.tried, "by itself it would choose otherwise"
+    assert len(runs[0].switches) > 1
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
