@@ -132,6 +132,8 @@ class ScriptRun:
         record.status, record.reason, record.failed_at = "failed", one_line(error), raised_at(error)
         if (signum := getattr(error, "signum", None)) is not None:
             record.status, record.signal = "interrupted", signum
+        if type(error).__name__ == "SIGTERMException":  # of ``lightning`` or of ``pytorch_lightning``
+            record.status, record.reason, record.signal = "interrupted", "SIGTERM", signal.SIGTERM
         if isinstance(error, KeyboardInterrupt):
             record.status, record.reason, record.signal = "interrupted", "Ctrl-C", signal.SIGINT
             stop_compiling()

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from strategies import Checkpointing, Regional
@@ -120,7 +121,11 @@ def test_evaluating_alone_runs_eager_what_does_not_compile(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
-    [(KeyError("tokens"), "failed", "KeyError: 'tokens'"), (KeyboardInterrupt(), "interrupted", "Ctrl-C")],
+    [
+        (KeyError("tokens"), "failed", "KeyError: 'tokens'"),
+        (KeyboardInterrupt(), "interrupted", "Ctrl-C"),
+        (SIGTERMException(), "interrupted", "SIGTERM"),
+    ],
 )
 def test_a_fit_that_ends_early_is_recorded_so(error: BaseException, status: str, reason: str, tmp_path: Path) -> None:
     class Ends(Blocks):
