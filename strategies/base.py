@@ -11,9 +11,8 @@ import contextlib
 import enum
 import itertools
 import math
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -402,21 +401,29 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     return result
 
 
-_NO_TEXT = re.compile(r"(bool|int|float)( \| None)?")
-
-
 def require_types(strategy: Strategy) -> None:
-    """Raise ValueError for an option of ``strategy`` that is a text and should not be, or no list of texts, which the
-    command line knows and Python does not."""
+    """Raise ValueError for an option of ``strategy`` that is of another type, which the command line knows and Python
+    does not. To be called before options are compared; ``ordered`` does so for all."""
     for option in fields(strategy):
         value, kind = getattr(strategy, option.name), str(option.type)
-        complaint = None
-        if isinstance(value, str) and _NO_TEXT.fullmatch(kind):
-            complaint = f"is a text, not {kind.removesuffix(' | None')}"
-        elif kind.startswith("list[str]") and value is not None:
-            complaint = no_texts(value)
-        if complaint is not None:
+        if (complaint := _of_another_type(value, kind)) is not None:
             raise wrong(f"compile.{strategy.name}", option.name, value, complaint)
+
+
+def _of_another_type(value: object, kind: str) -> str | None:
+    """What is wrong with a value where ``kind``, an annotation, stands."""
+    kind, optional, _ = kind.partition(" | None")
+    if value is None and optional:
+        return None
+    if kind == "list[str]":
+        return no_texts(value)
+    if kind in ("bool", "int", "float") and isinstance(value, str):
+        return f"is a text, not {kind}"
+    if kind in ("int", "float") and not hasattr(value, "__float__"):
+        return "is not a number"
+    if kind == "str" and not isinstance(value, str):
+        return "is not a text"
+    return "is not a dictionary" if kind.startswith("dict[") and not isinstance(value, Mapping) else None
 
 
 def no_texts(value: object) -> str | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from strategies.base import Strategy, wrong
+from strategies.base import Strategy, require_types, wrong
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 EMBEDDING_GRADIENTS = ("eager", "inductor")
@@ -125,6 +125,7 @@ class CompileOptions(CompilerRequest, Strategy):
 
     def __post_init__(self) -> None:
         self.check_values(f"compile.{self.name}")
+        require_types(self)
 
     def check(self) -> None:
         self.check_machine(f"compile.{self.name}")

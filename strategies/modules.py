@@ -122,6 +122,7 @@ class Dynamic(Strategy):
     leaves lengths as they are."""
 
     def __post_init__(self) -> None:
+        require_types(self)
         if self.multiple < 1:
             raise wrong("compile.dynamic", "multiple", self.multiple, "must be at least 1")
 
@@ -157,6 +158,7 @@ class Checkpointing(Strategy):
     """Paths of blocks or of containers of blocks; null = what the task declares, else found in the module tree."""
 
     def __post_init__(self) -> None:
+        require_types(self)
         if self.every < 1:
             raise wrong("compile.checkpointing", "every", self.every, "must be at least 1")
 

@@ -20,7 +20,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import hydra
 import hydra._internal.utils
@@ -81,7 +81,7 @@ def main() -> None:
         signal_at_end_of_parent(signal.SIGTERM)
     try:
         if "COMP_LINE" not in os.environ:
-            _refuse_flags(sys.argv[1:])
+            sys.argv[1:] = _flags_last(sys.argv[1:])
         sys.argv[1:] = plan.expanded(sys.argv[1:])
     except ValueError as error:
         config_errors.report(error)
@@ -121,11 +121,21 @@ def main() -> None:
     sys.exit(max(exit_codes, default=0))
 
 
-def _refuse_flags(arguments: Sequence[str]) -> None:
-    """Raise ValueError where ``arguments`` hold a flag that Hydra does not have, as in ``--task captioning``."""
-    unknown = next((word for word in get_args_parser().parse_known_args(list(arguments))[1] if word[:1] == "-"), None)
+def _flags_last(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with flags behind the options where they stand among them, as in ``task=micro -m seed=1,2``:
+    argparse takes one row of options alone. Raises ValueError for a flag that Hydra does not have, as in
+    ``--task captioning``, or that has no value."""
+    parser: Any = get_args_parser()
+    parser.error = _refuse_usage
+    known, others = parser.parse_known_args(list(arguments))
+    unknown = next((word for word in others if word[:1] == "-"), None)
+    if not others:
+        return list(arguments)
     if unknown is None:
-        return
+        flags, options = list(arguments), [*known.overrides, *others]
+        for option in options:
+            flags.remove(option)
+        return [*options, *flags]
     flag, equals, value = unknown.partition("=")
     if not (named := re.fullmatch(r"--([A-Za-z][\w./@-]*)", flag)):
         raise ValueError(f"{unknown} is not a flag, see --help; options are written NAME=VALUE")
@@ -133,6 +143,10 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
     if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
         unknown, value = f"{unknown} {following[0]}", following[0]
     raise ValueError(f"{unknown}: options are written {named[1].replace('-', '_')}={value or 'VALUE'}")
+
+
+def _refuse_usage(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 @contextlib.contextmanager

@@ -92,6 +92,8 @@ def test_batches_are_counted_by_the_function_that_is_given(tmp_path: Path) -> No
         ({"parts": [torch.nn.Linear]}, r"parts=\[<class .*>\] is not a list of names, such as \['net.layers'\]"),
         ({"ragged": ["0"]}, r"ragged=\['0'\]: each is \(name, dimension, padding, extra\)"),
         ({"ragged": [("0",)]}, r"ragged=\[\('0',\)\]: each is"),
+        ({"ragged": [("0", "1")]}, r"ragged=\[\('0', '1'\)\]: each is"),
+        ({"count": 3}, "count=3 is not a function of a batch"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
         ({"count": lambda batch: 3}, "count returned 3: it has to return a tuple of four"),
     ],

@@ -165,10 +165,13 @@ class CompiledTraining:
             if complaint := no_texts(kept[name]):
                 raise ValueError(f"{name}={kept[name]!r} {complaint}")
         for entry in kept["ragged"]:
-            if isinstance(entry, str) or not isinstance(entry, Sequence) or not 2 <= len(entry) <= 4:
+            pair = not isinstance(entry, str) and isinstance(entry, Sequence) and 2 <= len(entry) <= 4
+            if not pair or not isinstance(entry[1], int):
                 raise ValueError(
                     f"ragged={kept['ragged']!r}: each is (name, dimension, padding, extra), the last two optional"
                 )
+        if count is not None and not callable(count):
+            raise ValueError(f"count={count!r} is not a function of a batch")
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps={warmup_steps} must be at least 0")
         if profile not in PROFILE:
