@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -381,7 +381,7 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     if not all(isinstance(one, Strategy) for one in given):
         raise ValueError(f"compile={strategies!r} is not a list of strategies, such as [Regional()]")
     for one in given:
-        require_no_text(one)
+        require_types(one)
     kept = [strategy for strategy in given if not strategy.removed]
     result = sorted(kept, key=lambda strategy: (strategy.stage, strategy.name))
     for first, second in itertools.pairwise(result):
@@ -402,17 +402,30 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     return result
 
 
-_NO_TEXT = re.compile(r"(bool|int|float|list\[str\])( \| None)?")
+_NO_TEXT = re.compile(r"(bool|int|float)( \| None)?")
 
 
-def require_no_text(strategy: Strategy) -> None:
-    """Raise ValueError for an option of ``strategy`` that is a text and should not be: of ``blocks="net.layers"`` each
-    letter would be taken for a path. The command line knows types, Python does not."""
+def require_types(strategy: Strategy) -> None:
+    """Raise ValueError for an option of ``strategy`` that is a text and should not be, or no list of texts, which the
+    command line knows and Python does not."""
     for option in fields(strategy):
         value, kind = getattr(strategy, option.name), str(option.type)
+        complaint = None
         if isinstance(value, str) and _NO_TEXT.fullmatch(kind):
-            wanted = f"a list: write [{value!r}]" if kind.startswith("list") else kind.removesuffix(" | None")
-            raise wrong(f"compile.{strategy.name}", option.name, value, f"is a text, not {wanted}")
+            complaint = f"is a text, not {kind.removesuffix(' | None')}"
+        elif kind.startswith("list[str]") and value is not None:
+            complaint = no_texts(value)
+        if complaint is not None:
+            raise wrong(f"compile.{strategy.name}", option.name, value, complaint)
+
+
+def no_texts(value: object) -> str | None:
+    """What is wrong with a value where a list of texts belongs: of ``"net.layers"`` each letter would be taken for a
+    path, and a class or a module is none."""
+    if isinstance(value, str):
+        return f"is a text, not a list: write [{value!r}]"
+    listed = isinstance(value, Collection) and all(isinstance(one, str) for one in value)
+    return None if listed else "is not a list of names, such as ['net.layers']"
 
 
 def label(strategies: Iterable[Strategy]) -> str:

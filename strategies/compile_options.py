@@ -50,6 +50,8 @@ class CompilerRequest:
             raise wrong(key, "fullgraph", self.fullgraph, self.one_graph)
         if self.mode not in MODES:
             raise wrong(key, "mode", self.mode, f"is not one of {MODES}")
+        if not isinstance(self.backend, str):
+            raise wrong(key, "backend", self.backend, "is not a name: torch._dynamo.register_backend gives it one")
         if self.backend != "inductor" and (self.options or self.mode != "default"):
             complaint = "takes neither mode nor options: they belong to 'inductor'"
             raise wrong(key, "backend", self.backend, complaint)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from strategies.base import Found, Program, Stage, Strategy, require_no_text, wrong
+from strategies.base import Found, Program, Stage, Strategy, require_types, wrong
 from strategies.compile_options import ModuleOptions
 
 
@@ -211,7 +211,7 @@ class Auto(Strategy):
         return False
 
     def __post_init__(self) -> None:
-        require_no_text(self)
+        require_types(self)
         for name in self.candidates:
             if name not in CANDIDATES:
                 raise wrong("compile.auto", "candidates", self.candidates, f": {name!r} is not one of {CANDIDATES}")

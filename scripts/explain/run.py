@@ -27,12 +27,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from scripts.arguments import refuse_choice
 from scripts.explain import BATCHES, Explanation, findings
 from strategies import Modular, Program, Strategy
-from strategies.base import label
+from strategies.base import label, ordered
 from strategies.compile_errors import is_compile_error, one_line
 from trainer.bucketed_loaders import loss_of_padding
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer
+from trainer.loops.lightning_internals import lightning_classes
 from trainer.process import process_settings
 from trainer.run_start import initial_record
 from trainer.settings import Config
@@ -76,7 +77,9 @@ def explain_module(
     module: L.LightningModule, loader: Any, strategies: Iterable[Strategy], *, batches: int = BATCHES, **declared: Any
 ) -> Explanation:
     """Explain any module trained on ``batches`` of ``loader``; ``declared`` are further arguments of ``Compile``."""
-    given = list(strategies)
+    given = ordered(strategies)
+    if not isinstance(module, lightning_classes(L.LightningModule)):
+        raise ValueError(f"explain_module: {type(module).__name__} is not a LightningModule")
     compile_ = Compile(
         prepared(given), parity="off", warmup_steps=0, measure_peak=False, save=False, verbose=False, **declared
     )

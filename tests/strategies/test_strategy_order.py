@@ -112,9 +112,15 @@ def test_what_is_no_list_of_strategies_is_refused(given: Any) -> None:
         (lambda: Checkpointing(blocks="net"), r"Checkpointing\(blocks='net'\) is a text, not a list"),
         (lambda: Whole(fullgraph="no"), r"Whole\(fullgraph='no'\) is a text, not bool"),
         (lambda: Auto(candidates="regional"), r"Auto\(candidates='regional'\) is a text, not a list"),
+        (
+            lambda: Regional(blocks=[nn.Linear]),
+            r"Regional\(blocks=\[<class .*>\]\) is not a list of names, such as \['net",
+        ),
+        (lambda: Regional(parts=nn.Linear), r"Regional\(parts=<class .*>\) is not a list of names"),
+        (lambda: Whole(backend=len), r"Whole\(backend=<built-in .*>\) is not a name: torch._dynamo.register_backend"),
         (lambda: Auto(planned_steps="1000"), r"Auto\(planned_steps='1000'\) is a text, not int"),
     ],
 )
-def test_a_text_where_none_belongs_is_refused(make: Any, message: str) -> None:
+def test_what_is_of_another_type_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ordered([make()])

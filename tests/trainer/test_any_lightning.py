@@ -89,6 +89,7 @@ def test_batches_are_counted_by_the_function_that_is_given(tmp_path: Path) -> No
         ({"whole": ["nope"]}, "whole: 'nope' matches no submodule"),
         ({"whole": "layers"}, r"whole='layers' is a text, not a list: write \['layers'\]"),
         ({"blocks": "layers"}, r"blocks='layers' is a text, not a list"),
+        ({"parts": [torch.nn.Linear]}, r"parts=\[<class .*>\] is not a list of names, such as \['net.layers'\]"),
         ({"ragged": ["0"]}, r"ragged=\['0'\]: each is \(name, dimension, padding, extra\)"),
         ({"ragged": [("0",)]}, r"ragged=\[\('0',\)\]: each is"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),

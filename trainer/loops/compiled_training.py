@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from strategies import Auto, Program, Ragged, Stage, Strategy
-from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, ordered
+from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, no_texts, ordered
 from strategies.compiler_warmup import Preparation
 from strategies.loop_protocol import Loop, StepHook
 from strategies.regions import compiled_already, leave_compiled, uncompile
@@ -162,8 +162,8 @@ class CompiledTraining:
         # An iterator serves once.
         kept: dict[str, Any] = {name: list(one) if isinstance(one, Iterator) else one for name, one in given.items()}
         for name in ("whole", "blocks", "parts"):
-            if isinstance(kept[name], str):  # each letter would be taken for a path
-                raise ValueError(f"{name}={kept[name]!r} is a text, not a list: write [{kept[name]!r}]")
+            if complaint := no_texts(kept[name]):
+                raise ValueError(f"{name}={kept[name]!r} {complaint}")
         for entry in kept["ragged"]:
             if isinstance(entry, str) or not isinstance(entry, Sequence) or not 2 <= len(entry) <= 4:
                 raise ValueError(
