@@ -40,17 +40,6 @@ def test_what_no_part_names_stays_eager_and_a_note_says_so(
     assert note.endswith("stay eager: net.encoder.blocks, net.encoder.embed, net.tail")
 
 
-def test_the_order_in_which_parts_are_given_does_not_matter(
-    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
-) -> None:
-    outcomes = set()
-    for order in permutations((("encoder", "regional"), ("net.encoder.embed", "off"), ("tail", "whole"))):
-        program = program_of(module, declared)
-        Modular(parts={name: Part(how=how, backend=COUNTING) for name, how in order}).apply(program)
-        outcomes.add(frozenset(regions_of(program)))
-    assert outcomes == {frozenset([*(f"net.encoder.blocks.{index}" for index in range(3)), "net.tail"])}
-
-
 @pytest.mark.parametrize(
     ("key", "how", "paths"),
     [
