@@ -148,7 +148,7 @@ class Found:
     name: str
     """The strategy's."""
     paths: tuple[str, ...]
-    compile: Callable[[Sequence[str]], None]
+    compile: Callable[[Sequence[str]], Any]
     """Compiles what is called in their place, as the strategy would have."""
 
 

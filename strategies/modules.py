@@ -39,8 +39,7 @@ class Whole(ModuleOptions):
         from strategies.regions import callable_paths, compile_children, compile_regions, require_submodules
 
         require_submodules(program.module, "whole", program.whole)
-        for path in callable_paths(program.module, program.whole):
-            compile_regions(program, self, [path], small=False)
+        compile_regions(program, self, callable_paths(program.module, program.whole), small=False)
         if not program.whole and (children := compile_children(program, self)):
             program.notes.append(
                 f"whole: the module declares no forward-and-loss part; compiled its children {', '.join(children)}, "
@@ -93,16 +92,17 @@ class Regional(ModuleOptions):
                     "each as a whole"
                 )
             return
-        if not blocks:
-            program.notes.append(f"regional: no repeated blocks here; compiled {', '.join(parts)} alone")
-        if not parts:
+        taken = compile_regions(program, self, list(dict.fromkeys([*blocks, *parts])), small=True)
+        if taken and not blocks:
+            program.notes.append(f"regional: no repeated blocks here; compiled {', '.join(taken)} alone")
+        if taken and not parts:
             program.notes.append(
                 "regional: no part beside the blocks is compiled; if head and loss are a submodule, name it in "
                 "compile.regional.parts"
             )
-        compile_regions(program, self, list(dict.fromkeys([*blocks, *parts])), small=True)
         if self.blocks is None and not program.blocks:
-            program.found = Found(self.name, tuple(blocks), partial(compile_regions, program, self, small=True))
+            found = tuple(path for path in blocks if path in taken)
+            program.found = Found(self.name, found, partial(compile_regions, program, self, small=True))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -194,7 +194,7 @@ class Auto(Strategy):
     name: ClassVar[str] = "auto"
     stage: ClassVar[Stage] = Stage.MODULE
     headlines: ClassVar[tuple[str, ...]] = (
-        *("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
+        *("chosen", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
     )
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))

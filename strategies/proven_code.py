@@ -7,19 +7,57 @@ to 2.15: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/eval_fram
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
+import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import _TorchDynamoContext
 from torch._dynamo.types import ConvertFrameReturn
+
+from strategies.compile_errors import CannotCapture
 
 _EAGER_THIS_TIME = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 
 
 class NoCode(Exception):
     """Nothing that is compiled lets a call in, and nothing of the call has run."""
+
+
+class NotCompiledYet(CannotCapture):
+    """The same within the capture of a CUDA graph, which ends there: nothing of the step has been executed."""
+
+
+def not_compiled_yet(error: BaseException | None) -> NotCompiledYet | None:
+    """That, where it has led to ``error``: a capture that fails ends by an error of its own."""
+    while error is not None and not isinstance(error, NotCompiledYet):
+        error = error.__context__
+    return error
+
+
+STANCE: Final = "fail_on_recompile"
+"""Torch's, named by the error that it raises."""
+_in_capture = False
+
+
+def in_capture() -> bool:
+    """Whether a CUDA graph is being captured, so that nothing may be compiled, or compared."""
+    return _in_capture
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Inside, ``in_capture``. What is compiled without us does not compile anew either: that breaks a capture, on 2.11
+    with an error that names nothing."""
+    global _in_capture
+    before, _in_capture = _in_capture, True
+    try:
+        with torch.compiler.set_stance(STANCE):
+            yield
+    finally:
+        _in_capture = before
 
 
 class _NoCompiler:

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
-from strategies.proven_code import NoCode, without_compiling
+from strategies.proven_code import STANCE, NoCode, NotCompiledYet, in_capture, without_compiling
 from strategies.region_check import Outcome, check_call, overlapping, weights_held, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, functions_behind, known
@@ -372,11 +372,14 @@ class Region(StandIn):
         """Compiled of the forward alone, of what is sharded."""
         self._code_missing = False
         """Whether code was missing for a part of the call under way, which ran eager."""
+        self._fell_back = False
+        """Whether all of its forward did, within the hooks of what is sharded."""
         self._active = self._inside = False
-        self._eager_in_step = False
-        """Whether it ran eager in the step under way: what is computed again in its backward has to do so, too."""
-        self._compiled_in_step = False
-        """The same of compiled code."""
+        self._called_as: Any = None
+        """Signature of the call under way."""
+        self._ran_compiled: dict[Any, bool] = {}
+        """Of each signature that was called in the step under way, whether that ran compiled: what is computed again in
+        its backward has to run as it did."""
         self._derived: dict[int, bool] | None = None
         """Places among the tensors of the arguments that the forward calls ``requires_grad_`` on, and whether it leaves
         them so."""
@@ -395,7 +398,7 @@ class Region(StandIn):
     @property
     def ran_eager(self) -> bool:
         """Whether it was called in the step under way, in force, and ran eager."""
-        return self._eager_in_step
+        return not all(self._ran_compiled.values())
 
     @property
     def is_evaluated(self) -> bool:
@@ -415,7 +418,7 @@ class Region(StandIn):
         """A step or an evaluation begins, or is over."""
         if active != self._active:
             self.set_state(self.state, active=active)
-        self._eager_in_step = self._compiled_in_step = False
+        self._ran_compiled.clear()
 
     def update_state(self) -> bool:
         """Between two steps: take the state that the step's checks call for; returns whether it is a new one."""
@@ -453,19 +456,23 @@ class Region(StandIn):
             return module._call_impl(*args, **kwargs)
         self.called = True
         kind, checks = self.of, self._checking.mode != "off"
-        if self._eager_in_step or (kind.failure is not None and not self._compiled_in_step):
-            self._eager_in_step = True
-            return self._eager(args, kwargs)
-        if kind.eager_evaluations and self.is_evaluated and not self._compiled_in_step:
-            self._eager_in_step = True
-            return self._eager(args, kwargs)
-        if self._checking.derives and self._derived is None:
-            self._eager_in_step = True
-            return self._seen_deriving(args, kwargs)
         try:
-            key = self._signature(args, kwargs)
+            key = self._called_as = self._signature(args, kwargs)
         except NoShape:
             return module._call_impl(*args, **kwargs)
+        before = self._ran_compiled.get(key)
+        if before is None and torch._C._current_graph_task_id() != -1:  # its forward may have been without gradients
+            before = self._ran_compiled.get((key[0], False, *key[2:]))
+        if before is None:
+            if kind.failure is not None or (kind.eager_evaluations and self.is_evaluated):
+                before = self._ran_compiled[key] = False
+            elif self._checking.derives and self._derived is None:
+                self._ran_compiled[key] = False
+                return self._seen_deriving(args, kwargs)
+        if before is False:
+            if in_capture() and kind.failure is None and not kind.eager_evaluations:  # compared in this very step
+                self._end_capture()
+            return self._eager(args, kwargs)
         proof, may_be_covered = kind.proofs.get(key), False
         if proof is None:
             proof = kind.proofs[key] = Proof(with_gradients=torch.is_grad_enabled())
@@ -475,22 +482,25 @@ class Region(StandIn):
         if self not in proof.callers:
             proof.callers.append(self)
         checking = self._checking
-        missed = self in proof.missed and not self._compiled_in_step
+        missed = self in proof.missed and not before
         audit = (
             proof.proven
             and proof.due
-            and not (missed or self._compiled_in_step or checking.audited)
+            and not (missed or before or checking.audited)
             and proof.is_for(self)
             and kind.may_audit(proof, checking)
         )
         if (proof.proven or may_be_covered) and not (audit or missed):
             try:
-                return self._run(proof, args, kwargs)
+                return self._run(key, proof, args, kwargs)
             except NoCode:  # nothing has run
                 missed = True
-        self._eager_in_step = True
         waits = checking.one_kind_a_step and checking.checked not in (None, kind)
-        if checks and not waits and (audit or missed or proof.looks == 0 or proof.is_suspected(self)):
+        checked = checks and not waits and (audit or missed or proof.looks == 0 or proof.is_suspected(self))
+        if checked and in_capture():
+            self._end_capture(proof)
+        self._ran_compiled[key] = False
+        if checked:
             result = self._checked(proof, args, kwargs, audit=audit, missed=missed)
             if kind.differs or kind.error or proof.suspected:
                 kind.functions |= functions_behind(result, (args, kwargs))
@@ -627,11 +637,12 @@ class Region(StandIn):
         else:
             self.of.fail(one_line(error), error)
 
-    def _run(self, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, key: Any, proof: Proof, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call compiled, by code that was compared with eager before. Raises NoCode where there is none."""
         graphs = counters["stats"]["unique_graphs"]
         compiles = self._checking.mode == "off" or self in proof.compiling
-        self._code_missing, kept = False, None
+        self._code_missing = self._fell_back = False
+        kept = None
         try:
             if compiles and not self.arguments.get("fullgraph", False) and self._compiled is None:
                 kept = RegionState(self.module, (args, kwargs))  # a part may run before another does not compile
@@ -642,7 +653,9 @@ class Region(StandIn):
             # Recomputation of a checkpoint ends by an exception of its own, once it has what the backward needs.
             if is_out_of_memory(error) or type(error).__module__ == "torch.utils.checkpoint":
                 raise
-            self._eager_in_step = True
+            if in_capture() and STANCE in str(error):
+                self._end_capture(proof)
+            self._ran_compiled[key] = False
             if kept is not None:
                 kept.restore()
             result = self._eager(args, kwargs)  # which raises itself what is the user's own error
@@ -650,8 +663,9 @@ class Region(StandIn):
             return result
         if self._code_missing:
             proof.missed.add(self)
-        if not self._eager_in_step:
-            self._compiled_in_step = proof.ran = proof.proven = True
+        self._ran_compiled[key] = not self._fell_back
+        if not self._fell_back:
+            proof.ran = proof.proven = True
         if self._note_compiled(proof, graphs) and self._checking.mode != "off":
             proof.compiling.discard(self)
             proof.due = proof.must = True
@@ -659,6 +673,12 @@ class Region(StandIn):
         if torch.is_grad_enabled():
             self._watch_backward(proof, result, args, kwargs)
         return result
+
+    def _end_capture(self, proof: Proof | None = None) -> None:
+        """Code is missing where none can be compiled: a later call of ``proof``'s is checked, which compiles it."""
+        if proof is not None and self._checking.mode != "off":
+            proof.missed.add(self)
+        raise NotCompiledYet(f"code was missing for {self.path}: that is compiled first, then captured again")
 
     def _note_compiled(self, proof: Proof, graphs: int) -> bool:
         """Whether there are more graphs than ``graphs``; code that is compiled again and again runs eager."""
@@ -723,7 +743,8 @@ class Region(StandIn):
         """Whether a call may not run eager: what an earlier call of this step has computed by compiled code is computed
         again for its backward, which takes what the same code saves. Such a call compiles, and is audited."""
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return self._compiled_in_step and (hooked or torch._C._current_graph_task_id() != -1)
+        computed = self._ran_compiled.get(self._called_as, False)
+        return computed and (hooked or torch._C._current_graph_task_id() != -1)
 
     @property
     def has_code(self) -> bool:
@@ -798,12 +819,12 @@ class Region(StandIn):
             except NoCode:
                 if self._must_run_compiled:
                     return compiled(*args, **kwargs)
-                self._eager_in_step = self._code_missing = True
+                self._fell_back = self._code_missing = True
                 return eager(*args, **kwargs)
             except Exception as error:
                 if not is_compile_error(error):
                     raise
-                self._eager_in_step = True
+                self._fell_back = True
                 self.of.fail(one_line(error), error)
                 return eager(*args, **kwargs)
 

@@ -9,7 +9,7 @@ import contextlib
 import types
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -24,13 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from strategies.base import Found, Program
 from strategies.compile_errors import CannotCapture
 from strategies.compile_options import ModuleOptions, ModuleRequest, suggestion
-from strategies.region import Kind, Method, MethodRegion, Region, State, is_ancestor, plain
+from strategies.region import Kind, Method, MethodRegion, Region, State, is_ancestor, paths_in_words, plain, submodules
 
 RECOMPILE_LIMIT = 64
 """Graphs one piece of code may hold. Torch's 8 is used up by a few widths x (train, eval) when blocks share code."""
 MAX_STATISTICS = 1 << 16
 """Values of a buffer that may be batch norm's."""
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+COMPILED_ALREADY = "is compiled by torch.compile already"
 
 
 def compile_in_place(program: Program, path: str, arguments: dict[str, Any]) -> Region | None:
@@ -73,18 +74,24 @@ def add_region(
     return region
 
 
-def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[str], *, small: bool) -> None:
-    """Hand the submodules at ``paths`` to the compiler as ``request`` asks; ``small``: they are parts of a forward."""
+def compile_regions(program: Program, request: ModuleRequest, paths: Sequence[str], *, small: bool) -> Sequence[str]:
+    """Hand the submodules at ``paths`` to the compiler as ``request`` asks; ``small``: they are parts of a forward.
+    Returns those that are, or lie in, a region now: what holds, or lies in, a module that the user has compiled is left
+    to that."""
     scripts = [path for path in paths if isinstance(program.module.get_submodule(path), torch.jit.ScriptModule)]
     if scripts:
         program.notes.append(f"{', '.join(scripts)}: TorchScript stays as it is, torch.compile does not take it")
         paths = [path for path in paths if path not in scripts]
+    theirs = _compiled_around(program.module, paths)
+    program.given_up |= theirs
+    paths = [path for path in paths if path not in theirs]
     for path in paths:
         compile_in_place(program, path, request.compile_arguments())
     if request.embedding_gradient == "inductor":
         program.settings["embedding_gradient"] = "inductor"
     if small:  # DDPOptimizer would split every region again at its bucket boundaries
         program.settings["optimize_ddp"] = False
+    return paths
 
 
 def uncompile(program: Program, regions: Collection[Region] | None = None) -> None:
@@ -174,14 +181,30 @@ def require_submodules(module: nn.Module, key: str, paths: Sequence[str]) -> Non
 
 
 def compiled_already(module: nn.Module) -> list[str]:
-    """Paths of submodules that torch.compile has compiled, which would be compiled twice; of the module itself it is
-    its class. What stands in for a call during a step is not there between steps."""
+    """Paths of submodules that the user has compiled, which would be compiled twice; of the module itself it is empty.
+    What stands in for a call during a step is not there between steps."""
     own = getattr(module, "_compiler_ctx", None) is not None  # Lightning's name, of a module that it was given compiled
     return [
-        path or type(module).__name__
+        path
         for path, one in module.named_modules()
         if one._compiled_call_impl is not None or hasattr(one, "_orig_mod") or (own and one is module)
     ]
+
+
+def _compiled_around(module: nn.Module, paths: Iterable[str]) -> dict[str, str]:
+    """Those of ``paths`` that hold, or lie in, what the user has compiled, with the reason."""
+    theirs = compiled_already(module)
+    around = {path: [one for one in theirs if is_ancestor(one, path) or is_ancestor(path, one)] for path in paths}
+    return {path: f"{own[0] or 'the module'} {COMPILED_ALREADY}" for path, own in around.items() if own}
+
+
+def leave_compiled(program: Program) -> None:
+    """Give up the regions that hold, or lie in, what the user has compiled since, and say so."""
+    theirs = _compiled_around(program.module, [one.path for one in submodules(program.regions)])
+    if gone := [one for one in program.regions if one.path in theirs]:
+        uncompile(program, gone)
+        program.given_up |= theirs
+        program.notes.append(f"{paths_in_words(gone)} as written: {theirs[gone[0].path]}")
 
 
 def containers_for(program: Program, name: str, blocks: Sequence[str] | None = None, within: str = "") -> list[str]:
@@ -207,11 +230,9 @@ def compile_children(program: Program, request: ModuleOptions) -> list[str]:
     if not paths:
         program.given_up[request.name] = "the module has no child with parameters to compile"
         program.notes.append(f"{request.name}: {program.given_up[request.name]}; it runs eager")
-    compiled = callable_paths(program.module, paths)
-    for path in compiled:
-        compile_regions(program, request, [path], small=False)
+    compiled = compile_regions(program, request, callable_paths(program.module, paths), small=False)
     program.found = Found(request.name, tuple(compiled), partial(compile_regions, program, request, small=False))
-    return paths
+    return [path for path in paths if any(is_ancestor(path, one) for one in compiled)]
 
 
 class CalledModules(contextlib.ExitStack):
@@ -237,6 +258,8 @@ class CalledModules(contextlib.ExitStack):
         return self
 
     def _begins(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # a torch.compile of the user's takes hooks of all modules in
+            return
         if module in self._paths:
             self.paths.add(self._paths[module])
             if not self._under_way:
@@ -244,6 +267,8 @@ class CalledModules(contextlib.ExitStack):
             self._under_way.append(module)
 
     def _ends(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self._under_way and self._under_way[-1] is module:
             self._under_way.pop()
 

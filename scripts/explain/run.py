@@ -3,7 +3,7 @@
     from scripts.explain.run import explain_module
     print(explain_module(module, loader, [Whole()]).as_json())
 
-Nothing is trained for keeps: the module is this process's own, no checkpoint, record or artifact is written.
+Nothing of the training is kept: the module is this process's own, no checkpoint, record or artifact is written.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import torch
 import torch._dynamo.utils as dynamo_utils
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from scripts.arguments import refuse_choice
 from scripts.explain import BATCHES, Explanation, findings
 from strategies import Modular, Program, Strategy
 from strategies.base import label, ordered
 from strategies.compile_errors import is_compile_error, one_line
-from trainer.auto.rule import refuse_choice
 from trainer.bucketed_loaders import loss_of_padding
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer
 from trainer.loops.lightning_internals import lightning_classes
 from trainer.process import process_settings
+from trainer.run_start import initial_record
 from trainer.settings import Config
-from trainer.sweep.environment import initial_record
 from trainer.telemetry import hardware
 
 ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from strategies.compile_errors import CannotCapture, first_line, users_line
 from strategies.cuda_graph.host_state import HostState
 from strategies.cuda_graph.recorded_step import Left, RecordedStep, StepRecorder
+from strategies.proven_code import capturing, not_compiled_yet
 from strategies.tolerance import Difference, exceeding
 from strategies.torch_patches import as_capturing
 
@@ -123,9 +124,8 @@ class CudaEngine:
         try:
             # The outer stream: a capture that fails at its end does not come back from the side stream by itself.
             # thread_local: the data loader's pinning thread goes on calling CUDA meanwhile.
-            # fail_on_recompile: a compile within a capture breaks it on 2.11 with an error that names nothing.
             with (
-                torch.compiler.set_stance("fail_on_recompile"),
+                capturing(),
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"),
             ):
@@ -719,10 +719,17 @@ class StepGraphs:
                 error = failed
             else:
                 after = calls.after_capture()
-        if not self._min_over_ranks(error is None):
+        missing = not_compiled_yet(error)
+        agreed = self._min_over_ranks(2 if error is None else int(missing is not None))
+        if agreed < 2:
             self.release()  # the graphs of all, see ``CudaEngine.capture``
-            shape.rejected = True
             reason = "another process could not capture it" if error is None else why_not_captured(error)
+            if agreed:  # begin anew: this step runs in Python, which compiles what is missing and compares it
+                shape.seen = shape.steady = False
+                reason = reason if missing is None else str(missing)
+                self._in_vain(shape, [reason])
+                raise NotRun(f"{shape.name}: {reason}") from error
+            shape.rejected = True
             raise CaptureFailed(f"{shape.name}: {reason}") from error
         if made is not None:
             variant.replay, results = made

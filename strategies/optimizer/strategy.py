@@ -175,8 +175,10 @@ def reason_for_eager(optimizer: Any, program: Program) -> str | None:
         return "its parameters are sharded (DTensor)"
     if any(isinstance(beta, torch.Tensor) for group in optimizer.param_groups for beta in group.get("betas", ())):
         return "its betas are tensors"
-    if any(getattr(module, "sparse", False) is True for module in program.module.modules()):
-        return "the module has embeddings with sparse gradients"
+    sparse = [one for one in program.module.modules() if getattr(one, "sparse", False) is True]
+    with_sparse = {id(weight) for one in sparse for weight in one.parameters(recurse=False)}
+    if any(id(parameter) in with_sparse for parameter in _parameters(optimizer)):
+        return "it has embeddings with sparse gradients"
     return None
 
 

@@ -690,6 +690,18 @@ for name, call in CALLS.items():
     CASES[name] = Case(type(name, (Passing,), {"call": call, **blocks}), {"data": vectors(12)})
 
 
+@case(data=vectors(12))
+class CheckpointedShapes(Passing):
+    """Further ones come within a step, behind one that is known: each is computed again as it was computed."""
+
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return checkpoint(one, x, use_reentrant=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        rows = (ROWS, 5, ROWS, 3, 7)[: 1 + self.global_step // 2]
+        return sum(super(CheckpointedShapes, self).loss(batch[:count]) for count in rows)  # type: ignore[return-value]
+
+
 @case()
 class OneOutputUnused(Passing):
     class block(Block):
@@ -803,6 +815,37 @@ class SparseEmbedding(Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+# ---- modules that are compiled already ------------------------------------------------------------------------------
+
+
+OWN_COMPILES: dict[str, Callable[[Any], Any]] = {
+    "CompilesItsNet": lambda self: self.net.compile(backend="aot_eager"),
+    "HoldsACompiledNet": lambda self: setattr(self, "net", torch.compile(self.net, backend="aot_eager")),
+    "CompilesABlock": lambda self: self.net.blocks[0].compile(backend="aot_eager"),
+    "CompilesTheLayers": lambda self: [one.linear.compile(backend="aot_eager") for one in self.net.blocks],
+    "CompilesItsLoss": lambda self: setattr(self, "loss", torch.compile(self.loss, backend="aot_eager")),
+}
+for name, compiles in OWN_COMPILES.items():
+    for hook in ("__init__", "on_fit_start", "on_train_start"):
+
+        def own(self: Any, compiles: Any = compiles, hook: str = hook) -> None:
+            getattr(Module, hook)(self)
+            compiles(self)
+
+        where = hook.strip("_").title().replace("_", "")
+        CASES[f"{name}{where}"] = Case(type(f"{name}{where}", (Module,), {hook: own}), {"data": vectors(8)})
+
+
+@block()
+class CompiledFunctionBlock(Block):
+    @functools.partial(torch.compile, backend="aot_eager")
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
 
 
 # ---- modules that change --------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from scripts import compare
 from tasks.micro.task import DIMENSIONS, Micro
 from tests.report.records import record
 from trainer.report.runs import find
+from trainer.run_start import initial_record
 from trainer.settings import Config
-from trainer.sweep.environment import initial_record
 from trainer.telemetry.record import RunRecord
 
 

@@ -26,7 +26,7 @@ from strategies import (
     Strategy,
     Whole,
 )
-from strategies.base import apply, compiler_settings, label, ordered
+from strategies.base import apply, compiler_settings, ordered
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,27 +85,6 @@ def test_cuda_graphs_within_cuda_graphs_are_refused_by_name(graphed: Strategy) -
         with pytest.raises(ValueError, match=rf"'cuda_graph' captures whole steps, '{graphed.name}' asks Inductor"):
             ordered(order)
     ordered([CudaGraph(), Regional(mode="max-autotune-no-cudagraphs")])
-
-
-def test_an_exclusive_strategy_tolerates_no_shared_one_beside_it() -> None:
-    @dataclass(kw_only=True, slots=True)
-    class Alone(Shared):
-        name: ClassVar[str] = "alone"
-        exclusive: ClassVar[bool] = True
-
-    with pytest.raises(ValueError, match="'alone' and 'shared'"):
-        ordered([Shared(), Alone()])
-
-
-def test_checkpointing_goes_with_what_changes_something_else_of_the_eager_module() -> None:
-    @dataclass(kw_only=True, slots=True)
-    class ChannelsLast(Shared):
-        name: ClassVar[str] = "channels_last"
-        stage: ClassVar[Stage] = Stage.ACTIVATIONS
-
-    assert label([Checkpointing(), ChannelsLast(), Regional()]) == "channels_last+checkpointing+regional"
-    with pytest.raises(ValueError, match="'checkpointing' and 'checkpointing' both act on the activations stage"):
-        ordered([Checkpointing(), Checkpointing(every=2)])
 
 
 @pytest.mark.parametrize("fails", [False, True])

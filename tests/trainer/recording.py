@@ -26,6 +26,7 @@ from strategies import Program, Strategy
 from strategies.base import Stage
 from strategies.cuda_graph.network import NetworkGraphs
 from strategies.cuda_graph.step_graphs import StepGraphs
+from strategies.proven_code import capturing
 from strategies.torch_patches import as_capturing
 
 aten = torch.ops.aten
@@ -154,7 +155,7 @@ class RecordingEngine:
             with (
                 _ONE_THREAD,
                 as_capturing(),
-                torch.compiler.set_stance("fail_on_recompile"),
+                capturing(),
                 without_reading(),
                 recorder.sizes(),
                 recorder,
@@ -224,7 +225,7 @@ class Recorded(Strategy):
         engine = self.engine(program.module)
         program.step = StepGraphs(engine)
         if self.scope != "step":
-            program.network = NetworkGraphs(engine, torch.device("cpu"), wanted=self.scope == "network")
+            program.network = NetworkGraphs(engine, program, wanted=self.scope == "network")
             program.step.given_up = self.scope == "network"
 
     def end(self, program: Program) -> None:

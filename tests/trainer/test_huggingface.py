@@ -24,7 +24,6 @@ from transformers import (
 
 from scripts import compare
 from strategies import (
-    Auto,
     Buckets,
     Checkpointing,
     CudaGraph,
@@ -170,12 +169,6 @@ def test_an_epoch_that_accumulation_does_not_divide(tmp_path: Path) -> None:
     assert record.steps == 6, "two of two micro-batches and one of one, twice"
 
 
-def test_auto_chooses_on_real_steps(tmp_path: Path, plain: Trainer) -> None:
-    trainer, record = trained(tmp_path, [Auto(candidates=["whole"], remember=False)])
-    assert_same_training(trainer, plain)
-    assert record.report["auto"]["chosen"] == "eager"
-
-
 # ---- checkpoints, evaluation, resuming -----------------------------------------------------------------------------
 
 
@@ -258,7 +251,6 @@ def test_the_script_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ([Buckets()], {}, "buckets groups and pads batches"),
         ([CudaGraph()], {}, "cuda_graph captures whole steps"),
-        ([Whole()], {"torch_compile": True}, "args.torch_compile=True"),
         ([Whole()], {"auto_find_batch_size": True}, "args.auto_find_batch_size=True"),
         ([Whole(), Regional()], {}, "'regional' and 'whole' both act on the module stage"),
     ],
@@ -274,11 +266,19 @@ def test_what_does_not_fit_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
-    model = gpt2()
-    model.transformer.compile(backend="eager")
-    with pytest.raises(ValueError, match="compiled already"):
-        compile_trainer(build(tmp_path, model), [Regional()])
+@pytest.mark.parametrize("strategy", [Regional, Whole])
+def test_what_is_compiled_already_is_left_to_that(tmp_path: Path, plain: Trainer, strategy: Any) -> None:
+    compiled = gpt2()
+    compiled.transformer.compile(backend="eager")
+    for model, arguments, why in (
+        (compiled, {}, "transformer is compiled by torch.compile already"),
+        (gpt2(), {"torch_compile": True, "torch_compile_backend": "eager"}, "not within a torch.compile of your own"),
+    ):
+        torch._dynamo.reset()
+        trainer, record = trained(tmp_path, [strategy(**EAGER)], model=model, **arguments)  # type: ignore[arg-type]
+        assert losses_of(trainer) == pytest.approx(losses_of(plain))
+        assert record.ended_in_eager
+        assert all(why in reason for reason in record.eager_parts.values())
 
 
 class WrongInTraining(nn.Module):

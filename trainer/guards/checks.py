@@ -40,7 +40,10 @@ FIRST_STEPS = 3
 """Optimizer steps after which processes agree in any case on what does not compile."""
 CHANCES = 10
 """Optimizer steps within which a region has to be called: what joins later is no mistake."""
-NEVER_CALLED = "never called (a module has to be called itself, not its forward or another method)"
+NEVER_CALLED = (
+    "never called (a module has to be called itself, not its forward or another method, and not within a torch.compile "
+    "of your own)"
+)
 WAITING = "was never called, and holds nothing that is trained"
 OWN_CALL = "never called by torch's own call: its class has a __call__ that goes around it, and stays eager"
 CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"

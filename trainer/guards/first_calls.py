@@ -11,10 +11,10 @@ from typing import Any
 
 from strategies import Program
 from strategies.loop_protocol import Loop, StepHook, gathered
-from strategies.regions import CalledModules, instead_of, uncompile
+from strategies.regions import CalledModules, instead_of, leave_compiled, uncompile
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.serialization import first_few
 from trainer.telemetry.telemetry import Telemetry
+from trainer.wording import first_few
 
 
 class FirstCalls(StepHook):
@@ -60,7 +60,9 @@ class FirstCalls(StepHook):
     def _take(self, called: CalledModules) -> None:
         program, found = self._program, self._program.found
         assert found is not None
-        every = gathered(instead_of(program, found.paths, called))
+        leave_compiled(program)
+        self._record.regions = len(program.regions)
+        every = gathered(instead_of(program, [path for path in found.paths if path not in program.given_up], called))
         gone, taken = every[0]
         if not gone or any(one != every[0] for one in every):
             return

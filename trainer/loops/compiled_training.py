@@ -27,7 +27,7 @@ from strategies import Auto, Program, Ragged, Stage, Strategy
 from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, no_texts, ordered
 from strategies.compiler_warmup import Preparation
 from strategies.loop_protocol import Loop, StepHook
-from strategies.regions import compiled_already, uncompile
+from strategies.regions import compiled_already, leave_compiled, uncompile
 from strategies.tolerance import rounding_unit
 from strategies.torch_patches import static_marks_removed
 from trainer.advice import in_python, speaking_python
@@ -36,6 +36,7 @@ from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import NOT_STARTED, RunRecord, TrainingInfo
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
+from trainer.wording import first_few
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.step_capture import StepCapture
@@ -257,12 +258,6 @@ class CompiledTraining:
             if not new and self.program is not None:
                 self._report_anew(self.program)
         if new or self.program is None:
-            theirs = compiled_already(module)
-            if theirs and any(one.stage is Stage.MODULE for one in self.strategies):
-                raise ValueError(
-                    f"{theirs[0]} is compiled already (torch.compile(module) or module.compile()) and would be "
-                    "compiled twice: hand over the plain one"
-                )
             if self._preparation is not None:
                 self._preparation.wait_for_imports()
             self.program = Program(
@@ -278,8 +273,8 @@ class CompiledTraining:
                 self.program.checking.unit = rounding_unit(precision, device, module)
             with speaking_python(self._in_script):
                 apply(self.strategies, self.program)
-            if theirs:
-                self.program.notes.append(f"{theirs[0]} is compiled by torch.compile already: eager steps run that")
+            if theirs := [path or type(module).__name__ for path in compiled_already(module)]:
+                self.program.notes.append(f"compiled by torch.compile already, in eager steps too: {first_few(theirs)}")
             self.program.built, self._notes_logged = built, 0
             self._log_notes(self.program)
             if self._preparation is not None:
@@ -313,6 +308,8 @@ class CompiledTraining:
                 "(mode reduce-overhead or max-autotune) may silently overwrite accumulated gradients; "
                 "use mode=max-autotune-no-cudagraphs or default"
             )
+        leave_compiled(self.program)
+        self.record.regions = len(self.program.regions) if self.strategies else None
         loop.cuda_graphs = self.program.uses_cuda_graphs
         self.program.optimizers = tuple(loop.optimizers)
         self.program.loop = loop

@@ -26,10 +26,9 @@ from strategies import Stage, Strategy
 from strategies.base import Padding
 from strategies.loop_protocol import RunMicroBatch
 from strategies.padding import length_of, to_edge
-from strategies.regions import compiled_already
 from trainer.loops.compiled_training import CompiledTraining
-from trainer.loops.distributed import SingleProcessLoop
 from trainer.loops.lightning_internals import replace, replaced
+from trainer.loops.plain import SingleProcessLoop
 from trainer.telemetry.record import TrainingInfo
 
 LOGGED = "speed/"
@@ -148,20 +147,14 @@ class CompiledTrainer(CompiledTraining, transformers.TrainerCallback):
 
 def refusals(trainer: Any, strategies: Sequence[Strategy]) -> list[str]:
     """What of strategies, arguments and model cannot be combined, a line each."""
-    args, model = trainer.args, trainer.model
+    args = trainer.args
     found = {
-        "args.torch_compile=True compiles the model as a whole already: leave it out, and use Whole()": (
-            args.torch_compile
-        ),
         "args.auto_find_batch_size=True begins anew within a training: set a batch size": args.auto_find_batch_size,
         "DeepSpeed, FSDP and tensor parallelism were not tried: train on one device": (
             trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or getattr(trainer, "is_tp_enabled", False)
         ),
         "several processes or devices: not supported yet; start one process, CUDA_VISIBLE_DEVICES=0": (
             args.world_size > 1 or args.n_gpu > 1 or trainer.is_model_parallel
-        ),
-        "the model is compiled already (torch.compile(model) or model.compile()): hand over the plain model": (
-            model is not None and bool(compiled_already(model))
         ),
     }
     for strategy in strategies:

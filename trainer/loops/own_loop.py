@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 from strategies import Strategy
 from strategies.padding import length_of, to_edge
-from strategies.regions import compiled_already
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.plain import AUTOCAST, PlainLoop
 from trainer.run_end import main_script
@@ -147,8 +146,6 @@ def _refusals(
     """What of strategies and loop cannot be combined, a line each."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         yield "several processes are not supported in a loop of your own yet; Lightning's Trainer takes them"
-    if compiled_already(module):
-        yield "the module is compiled already (torch.compile(module) or module.compile()): hand over the plain one"
     if takes_steps and len(optimizers) != 1:
         yield f"loss= takes one optimizer, not {len(optimizers)}: without it, your loop steps them itself"
     if takes_steps and wrapped:

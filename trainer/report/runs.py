@@ -32,6 +32,7 @@ LOOSE = frozenset(
     {
         *("trainer.max_steps", "trainer.val_every_n_steps", "trainer.val_batches", "trainer.checkpoint_every_n_steps"),
         *("trainer.log_every_n_steps", "trainer.warmup_steps", "trainer.measure_peak", "trainer.progress"),
+        "trainer.summary",
     }
 )
 """Settings that a steady step does not depend on."""

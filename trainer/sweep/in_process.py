@@ -48,12 +48,13 @@ from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
 from trainer.run_end import main_script, script_name
+from trainer.run_start import origin
 from trainer.settings import TrainerConfig
-from trainer.sweep.environment import origin
 from trainer.sweep.progress import ProgressOutput, progress_output
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.wording import counted
 
 WARMUP_STEPS = 5
 MIN_STEADY_STEPS = 10
@@ -122,7 +123,8 @@ def compare(
         arms, note = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
         turns = _Turns(make=make, data=data, seed=seed, options=options, declared=declared, out=out)
         names = ", ".join(label(arm) for arm in arms)
-        telling.note(f"comparing {names}: {rounds} rounds, {seconds / rounds:g} s of eager each, as many steps of all")
+        times = f"{counted(rounds, 'round')}, {seconds / rounds:g} s of eager each"
+        telling.note(f"comparing {names}: {times}, as many steps of all")
         if note:
             telling.note(note)
         turns.all(arms, rounds, seconds / rounds, telling)

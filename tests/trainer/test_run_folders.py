@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import trainer_process
-from trainer.sweep import run_dirs
-from trainer.sweep.run_dirs import claim
+from trainer import run_files
+from trainer.run_files import claim
 from trainer.telemetry.record import RunRecord
 
 
@@ -128,7 +128,7 @@ def test_only_the_first_process_claims(
 def test_of_two_runs_that_claim_a_folder_at_once_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_dirs, "taken", lambda folder, resume: None)  # both have looked before either wrote
+    monkeypatch.setattr(run_files, "taken", lambda folder, resume: None)  # both have looked before either wrote
     assert claim(RunRecord(task="first"), tmp_path, None) is None
     monkeypatch.setattr(Path, "exists", lambda path: False)
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok: None)
