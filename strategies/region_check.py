@@ -458,13 +458,17 @@ class _Runs:
         roots = {name: one for name, one in tensors.items() if one.requires_grad and one.grad_fn is not None}
         wanted = {name: one for name, one in self._parameters.items() if one.requires_grad}
         of_inputs = {name: one for name, one in inputs.items() if one.is_leaf and one.requires_grad}
-        reached = [_reached(one, self._parameters) for one in tensors.values()]
+        graphs = [list(_nodes([one])) for one in tensors.values()]
+        names = {id(one): name for name, one in self._parameters.items()}
+        leaves = [{id(getattr(node, "variable", None)) for node in graph} for graph in graphs]
+        reached = [frozenset(names[one] for one in found if one in names) for found in leaves]
         if not roots or not (wanted or of_inputs):
             return {}, {}, reached
         weights = self._output_gradients(roots.values())
         every = [*wanted.values(), *of_inputs.values()]
         # What an earlier call of the step has left in an attribute or a cache has a graph that the step still needs.
-        kept = any(node._sequence_nr() < began for node in _nodes(roots.values()) if hasattr(node, "_sequence_nr"))
+        nodes = itertools.chain.from_iterable(graphs)
+        kept = any(node._sequence_nr() < began for node in nodes if hasattr(node, "_sequence_nr"))
         with without_hooks(self.module):
             found = torch.autograd.grad(list(roots.values()), every, weights, allow_unused=True, retain_graph=kept)
         named = dict(zip([*wanted, *of_inputs], found, strict=True))
@@ -833,12 +837,6 @@ def _values(tensor: Tensor) -> Tensor:
     """Those of a jagged tensor, of whose own shape no other tensor can be made; any other one as it is."""
     values: Tensor = tensor.values() if tensor.layout is torch.jagged else tensor
     return values
-
-
-def _reached(output: Tensor, parameters: Tensors) -> frozenset[str]:
-    """Names of the parameters that the gradient of ``output`` gets to."""
-    names = {id(one): name for name, one in parameters.items()}
-    return frozenset(names[id(one)] for one in leaves_of([output]) if id(one) in names)
 
 
 def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:
