@@ -7,11 +7,12 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from strategies import Strategy
     from trainer.process import StopRequest
     from trainer.settings import Config
 
@@ -37,6 +38,17 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
         # Not composed again: a plugin.py need not bear to be run twice.
         overrides, config = [*overrides, "compile=whole"], dataclasses.replace(config, compile={"whole": Whole()})
     return config, overrides
+
+
+def refuse_choice(strategies: Iterable[Strategy]) -> None:
+    """Raise ValueError where ``auto`` is among strategies that are looked at: only a run has steps to choose for."""
+    from trainer.advice import program
+
+    if any(strategy.name == "auto" for strategy in strategies):
+        raise ValueError(
+            f"compile=auto: only a run chooses; {' '.join(program())} with the same arguments says what (`auto: ...`), "
+            "name that here, as in compile=[regional,cuda_graph]"
+        )
 
 
 def parser(name: str, about: str, more: str = "", *, overrides: bool = False) -> argparse.ArgumentParser:

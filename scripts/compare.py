@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--steps", type=steps, default=AT_STEPS, metavar="N,N", help=STEPS_HELP)
     form = made.add_mutually_exclusive_group()
     for kind in ("markdown", "json"):
-        form.add_argument(f"--{kind}", action="store_true", help=f"print {kind} in the place of the tables")
+        form.add_argument(f"--{kind}", action="store_true", help=f"print {kind} instead of the tables")
     against_help = "earlier runs: do their figures hold in these? As crucible verify says it (default: nothing)"
     add("--against", metavar="RUN", help=against_help)
     options = made.parse_args(given)

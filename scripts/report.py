@@ -31,7 +31,8 @@ from trainer.report.runs import find
 from trainer.report.statistics import FASTER, best_at
 from trainer.report.tables import Columns
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.serialization import counted, written_whole
+from trainer.telemetry.serialization import written_whole
+from trainer.wording import counted
 
 EXAMPLES = """\
 examples:
@@ -141,7 +142,8 @@ def _events(comparison: WorkloadComparison) -> Columns:
     seen: dict[tuple[str, ...], list[int]] = {}
     for row in comparison.rows:
         for event in (event for run in row.cell.runs for event in run.record.events):
-            key = (row.cell.arm, event.kind.replace("_", " "), event.reason, event.location or tables.ABSENT)
+            what = event.kind.replace("_", " ") + (f", {event.phase}" if event.phase != "training" else "")
+            key = (row.cell.arm, what, event.reason, event.location or tables.ABSENT)
             seen.setdefault(key, []).append(event.step or 0)
     listed = list(seen.items())[:MAX_EVENTS]
     columns = {name: [key[at] for key, _ in listed] for at, name in enumerate(("arm", "what", "reason", "source line"))}

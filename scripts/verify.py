@@ -23,7 +23,7 @@ from trainer.report.published import LOSS, RATIO, RECORDS, TIME_TOLERANCE, TOLER
 from trainer.report.runs import find
 from trainer.report.tables import NOT_SURE
 from trainer.sweep.plan import quoted
-from trainer.telemetry.serialization import counted
+from trainer.wording import counted
 
 MORE = f"""\
 examples:
@@ -33,16 +33,17 @@ examples:
   crucible verify --tables                                   # tables and pictures of docs made anew from their records
 
 A figure holds where the rounds' median here, of a ratio their geometric mean, is in the published range, or beyond it
-by at most:
-{TOLERANCES[RATIO]:.0%} of a ratio, {TOLERANCES[LOSS]:.0%} of a loss, {TIME_TOLERANCE:.0%} of a time or of memory.
-Counts must be the same. What lies beyond on the better side is better. The ratio of a busy machine, or of a single
-round, is not compared.
+by at most {TOLERANCES[RATIO]:.0%} of a ratio, {TOLERANCES[LOSS]:.0%} of a loss,
+{TIME_TOLERANCE:.0%} of a time or of memory. Counts must be the same. What lies beyond on the better side is better. The
+ratio of a busy machine, or of a single round, is not compared.
 
 Exit codes: 0 all that can be compared holds or is better, 1 something does not or a training failed, 2 wrong arguments.
 """
 APART = re.compile(r"^[+~]*(compile|repeat|profile)\b")
 """Overrides of a published command that are an arm's, or that a verification sets by itself: the latter are OWN."""
 OWN = ("repeat=", "profile=")
+LONGEST_PADDED = 60
+"""Characters of a row's name up to which what follows stands in a column."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,11 +72,17 @@ def work(options: argparse.Namespace) -> int:
     rows = published_rows(options.records)
     if not options.list:
         return verify(options, rows)
-    width = max(map(len, rows))
+    width = min(max(map(len, rows)), LONGEST_PADDED)
     for name, row in rows.items():
         mark = "" if row.compared.ratio is None or row.compared.ratio.shown else NOT_SURE
         speed = mark + published.figure_text(row, RATIO)
-        what = f"{speed} times eager" if RATIO in row.figures else "without a ratio to eager"
+        what = (
+            f"{speed} times eager"
+            if RATIO in row.figures
+            else "the baseline"
+            if row.arm == "eager"
+            else "without eager beside it"
+        )
         print(f"{name:<{width}} {what}, {counted(len(row.records), 'round')}, {row.records[0].device}")
     return 0
 

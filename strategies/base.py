@@ -11,9 +11,8 @@ import contextlib
 import enum
 import itertools
 import math
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -381,7 +380,7 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     if not all(isinstance(one, Strategy) for one in given):
         raise ValueError(f"compile={strategies!r} is not a list of strategies, such as [Regional()]")
     for one in given:
-        require_no_text(one)
+        require_types(one)
     kept = [strategy for strategy in given if not strategy.removed]
     result = sorted(kept, key=lambda strategy: (strategy.stage, strategy.name))
     for first, second in itertools.pairwise(result):
@@ -402,17 +401,38 @@ def ordered(strategies: Iterable[Strategy]) -> list[Strategy]:
     return result
 
 
-_NO_TEXT = re.compile(r"(bool|int|float|list\[str\])( \| None)?")
-
-
-def require_no_text(strategy: Strategy) -> None:
-    """Raise ValueError for an option of ``strategy`` that is a text and should not be: of ``blocks="net.layers"`` each
-    letter would be taken for a path. The command line knows types, Python does not."""
+def require_types(strategy: Strategy) -> None:
+    """Raise ValueError for an option of ``strategy`` that is of another type, which the command line knows and Python
+    does not. To be called before options are compared; ``ordered`` does so for all."""
     for option in fields(strategy):
         value, kind = getattr(strategy, option.name), str(option.type)
-        if isinstance(value, str) and _NO_TEXT.fullmatch(kind):
-            wanted = f"a list: write [{value!r}]" if kind.startswith("list") else kind.removesuffix(" | None")
-            raise wrong(f"compile.{strategy.name}", option.name, value, f"is a text, not {wanted}")
+        if (complaint := _of_another_type(value, kind)) is not None:
+            raise wrong(f"compile.{strategy.name}", option.name, value, complaint)
+
+
+def _of_another_type(value: object, kind: str) -> str | None:
+    """What is wrong with a value where ``kind``, an annotation, stands."""
+    kind, optional, _ = kind.partition(" | None")
+    if value is None and optional:
+        return None
+    if kind == "list[str]":
+        return no_texts(value)
+    if kind in ("bool", "int", "float") and isinstance(value, str):
+        return f"is a text, not {kind}"
+    if kind in ("int", "float") and not hasattr(value, "__float__"):
+        return "is not a number"
+    if kind == "str" and not isinstance(value, str):
+        return "is not a text"
+    return "is not a dictionary" if kind.startswith("dict[") and not isinstance(value, Mapping) else None
+
+
+def no_texts(value: object) -> str | None:
+    """What is wrong with a value where a list of texts belongs: of ``"net.layers"`` each letter would be taken for a
+    path, and a class or a module is none."""
+    if isinstance(value, str):
+        return f"is a text, not a list: write [{value!r}]"
+    listed = isinstance(value, Collection) and all(isinstance(one, str) for one in value)
+    return None if listed else "is not a list of names, such as ['net.layers']"
 
 
 def label(strategies: Iterable[Strategy]) -> str:

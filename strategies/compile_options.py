@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from strategies.base import Strategy, wrong
+from strategies.base import Strategy, require_types, wrong
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 EMBEDDING_GRADIENTS = ("eager", "inductor")
@@ -50,6 +50,8 @@ class CompilerRequest:
             raise wrong(key, "fullgraph", self.fullgraph, self.one_graph)
         if self.mode not in MODES:
             raise wrong(key, "mode", self.mode, f"is not one of {MODES}")
+        if not isinstance(self.backend, str):
+            raise wrong(key, "backend", self.backend, "is not a name: torch._dynamo.register_backend gives it one")
         if self.backend != "inductor" and (self.options or self.mode != "default"):
             complaint = "takes neither mode nor options: they belong to 'inductor'"
             raise wrong(key, "backend", self.backend, complaint)
@@ -123,6 +125,7 @@ class CompileOptions(CompilerRequest, Strategy):
 
     def __post_init__(self) -> None:
         self.check_values(f"compile.{self.name}")
+        require_types(self)
 
     def check(self) -> None:
         self.check_machine(f"compile.{self.name}")

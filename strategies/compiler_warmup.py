@@ -7,7 +7,6 @@ which the device waits. (On torch 2.11 a CPU run first probes the vector instruc
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import signal
@@ -76,19 +75,6 @@ class Preparation:
             self._imported.set()
         _warm_up()
         self._thread_seconds = time.thread_time() - began
-
-
-@contextlib.contextmanager
-def collected_later() -> Iterator[None]:
-    """Inside, Python collects no garbage, of which a full collection takes up to half a second: a step that does much
-    more than train meets one more often than others. What is due comes in a later step."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def is_prepared() -> bool:

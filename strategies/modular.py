@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from strategies.base import Program, Stage, Strategy, WrongOption, wrong
+from strategies.base import Program, Stage, Strategy, WrongOption, require_types, wrong
 from strategies.compile_options import ModuleRequest, suggestion
 
 HOW = ("whole", "regional", "off")
@@ -43,6 +43,7 @@ class Modular(Strategy):
     (``net.*.blocks.0``)."""
 
     def __post_init__(self) -> None:
+        require_types(self)
         # Not dict[str, Part]: OmegaConf then refuses +compile.modular.parts.encoder.how=whole for a new part.
         parts = {name: _part(f"{KEY}.{name}", given) for name, given in self.parts.items()}
         for name, part in parts.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from strategies.base import Found, Program, Stage, Strategy, require_no_text, wrong
+from strategies.base import Found, Program, Stage, Strategy, require_types, wrong
 from strategies.compile_options import ModuleOptions
 
 
@@ -122,6 +122,7 @@ class Dynamic(Strategy):
     leaves lengths as they are."""
 
     def __post_init__(self) -> None:
+        require_types(self)
         if self.multiple < 1:
             raise wrong("compile.dynamic", "multiple", self.multiple, "must be at least 1")
 
@@ -157,6 +158,7 @@ class Checkpointing(Strategy):
     """Paths of blocks or of containers of blocks; null = what the task declares, else found in the module tree."""
 
     def __post_init__(self) -> None:
+        require_types(self)
         if self.every < 1:
             raise wrong("compile.checkpointing", "every", self.every, "must be at least 1")
 
@@ -192,7 +194,7 @@ class Auto(Strategy):
     name: ClassVar[str] = "auto"
     stage: ClassVar[Stage] = Stage.MODULE
     headlines: ClassVar[tuple[str, ...]] = (
-        *("chosen", "reason", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
+        *("chosen", "planned_steps", "decided_at_step", "setup_seconds", "gained_seconds", "remembered"),
     )
 
     candidates: list[str] = field(default_factory=lambda: list(CANDIDATES))
@@ -211,7 +213,7 @@ class Auto(Strategy):
         return False
 
     def __post_init__(self) -> None:
-        require_no_text(self)
+        require_types(self)
         for name in self.candidates:
             if name not in CANDIDATES:
                 raise wrong("compile.auto", "candidates", self.candidates, f": {name!r} is not one of {CANDIDATES}")

@@ -146,7 +146,7 @@ for module in sys.argv[1:]:
         "trainer",
         "trainer.crucible",
         "trainer.telemetry.record",
-        "trainer.sweep.environment",
+        "trainer.run_start",
         "trainer.sweep.plan",
         "trainer.report.comparison",
         "scripts.compare",

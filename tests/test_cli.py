@@ -55,6 +55,12 @@ def test_inductor_options_keep_their_dotted_names(command_line: Any, called: Cal
     assert called[0]["config"].compile["whole"].options == {"triton.cudagraphs": True}
 
 
+@pytest.mark.parametrize("flag", [["--config-dir", "."], ["-cd", "."], ["--config-dir=."]])
+def test_flags_may_stand_among_options(command_line: Any, called: Calls, flag: list[str]) -> None:
+    assert command_line("task=micro", *flag, "compile=whole", "seed=3") == 0
+    assert called[0]["command"][-3:] == ["task=micro", "compile=whole", "seed=3"]
+
+
 @pytest.mark.parametrize(("status", "number", "code"), [("failed", None, 1), ("interrupted", 15, 143)])
 def test_the_records_exit_code_is_the_processs(
     command_line: Any, called: Calls, status: str, number: int | None, code: int, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +110,7 @@ def test_the_records_exit_code_is_the_processs(
         (["--task", "captioning"], ["error: --task captioning: options are written task=captioning"]),
         (["--task=captioning", "seed=1"], ["error: --task=captioning: options are written task=captioning"]),
         (["--seed", "task=micro"], ["error: --seed: options are written seed=VALUE"]),
+        (["--config-dir"], ["error: argument --config-dir/-cd: expected one argument"]),
         (["-x"], ["error: -x is not a flag, see --help; options are written NAME=VALUE"]),
         (["task=captionin"], ["error: task=captionin is not an option; near: captioning"]),
         (["hydra.launcher.parallel=2"], ["error: hydra.launcher.parallel is not an option; there are "]),
@@ -119,7 +126,10 @@ def test_the_records_exit_code_is_the_processs(
         ),
         (["compile=whole", "compile.whole.options={shape_padding:true}"], ["use +compile.whole.options"]),
         (["compile=hole"], ["error: compile=hole is not an option; near: whole"]),
-        (["compile=[whole"], ["error: compile=[whole: "]),
+        (["compile=[whole"], ["error: compile=[whole: a quote or a bracket is not closed, "]),
+        (["hydra.run.dir=my ü"], ["error: hydra.run.dir=my ü: write it in quotes: 'hydra.run.dir=\"my ü\"'"]),
+        (["hydra.run.dir=lr=3"], ["error: hydra.run.dir=lr=3: write it in quotes: 'hydra.run.dir=\"lr=3\"'"]),
+        (["ü=3"], ["error: ü=3 is not NAME=VALUE"]),
         (
             ["compile=[regional,whole]"],
             ["error: compile: 'regional' and 'whole' both act on the module stage; choose one of them"],

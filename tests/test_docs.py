@@ -57,6 +57,13 @@ def test_every_direct_dependency_has_a_version_that_was_tested() -> None:
     assert asked - {"setuptools"} <= pinned
 
 
+def test_no_script_of_the_pages_lies_beside_a_folder_that_hides_a_package_of_ours() -> None:
+    """Python looks there first, so that ``python docs/SCRIPT`` would end at its import of ``crucible``."""
+    ours = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"crucible"}
+    beside = {path: {one.stem for one in path.parent.iterdir()} for path in (ROOT / "docs").rglob("*.py")}
+    assert {str(path): ours & names for path, names in beside.items() if ours & names} == {}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_ci_tests_the_oldest_and_the_newest_torch(tmp_path: Path, fails: bool) -> None:
     (tmp_path / ".ci").mkdir()

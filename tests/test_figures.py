@@ -1,7 +1,8 @@
-"""Figures that the README quotes agree with the tables and records that they come from."""
+"""Figures that the README and a page of results quote agree with the tables and records that they come from."""
 
 from __future__ import annotations
 
+import re
 from statistics import median
 
 from tests.conftest import ROOT
@@ -63,3 +64,24 @@ def test_what_the_readme_says_beside_its_table_is_in_the_records() -> None:
     for line in summed[2].splitlines():
         row = published_rows()[line.partition(" ")[0]]
         assert median(row.figures[WARM]) < median(row.figures[COLD]) / 2
+
+
+def test_what_the_page_on_several_gpus_quotes_is_in_its_records() -> None:
+    text = (ROOT / "docs" / "results" / "h200-several-gpus.md").read_text(encoding="utf-8")
+    quoted = re.findall(
+        r"\| ([\d,]+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \| \[records\]\(records/([\w-]+)\.jsonl\)", text
+    )
+    for samples, of_loops, first, name in quoted:
+        ours, loop = (run.record for run in find([RECORDS / f"{name}.jsonl"]))
+        assert (samples, first) == (f"{ours.samples_per_second:,.0f}", f"{ours.first_step_seconds:.1f}"), name
+        assert of_loops == f"{ours.samples_per_second / loop.samples_per_second:.3f}", name
+    assert len(quoted) == 4
+    for run in find([RECORDS / "h200-llama-3-8b-models.jsonl"]):
+        record = run.record
+        tokens, flops = record.tokens_per_second / record.world_size, record.teraflops_per_second
+        assert re.search(
+            rf"\| \**{tokens:,.0f}\** \| \**{flops:.0f}\** \| .* \| {record.peak_device_memory_gib:.1f} \|", text
+        )
+    for name in ("one", "four"):
+        for run in find([RECORDS / f"h200-captioning-ragged-{name}-gpu{'s' * (name == 'four')}.jsonl"]):
+            assert f"{run.record.useful_tokens_per_second:,.0f}" in text

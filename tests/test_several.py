@@ -11,7 +11,7 @@ import pytest
 from tests.gpu import rank_faults, several
 from tests.gpu.several import Job, kill, members, plan, run, table
 from trainer.config import compose
-from trainer.sweep.environment import SWEEP_VARIABLE
+from trainer.run_start import SWEEP_VARIABLE
 from trainer.telemetry.record import RunRecord
 
 

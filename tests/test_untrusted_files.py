@@ -20,7 +20,7 @@ from trainer.report import tables
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.run_verdict import run_verdict, verdict_lines
 from trainer.report.runs import find
-from trainer.sweep.environment import initial_record
+from trainer.run_start import initial_record
 from trainer.telemetry.record import Event, RunRecord
 from trainer.telemetry.tensorboard import events_table, hyperparameters
 

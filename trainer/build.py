@@ -27,16 +27,16 @@ from torch.optim import Optimizer
 from strategies.compile_errors import one_line
 from tasks.base import Task, require_memory
 from trainer.callback import Compile
-from trainer.checkpoint_files import DIRECTORY, find_checkpoint
 from trainer.checkpoints import Checkpoints, FiniteLosses, Resuming, open_checkpoint
 from trainer.console import ProgressView, announce
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
-from trainer.loops.distributed import DDP
+from trainer.loops.ddp import DDP
 from trainer.loops.fsdp2 import FSDP2
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import leave_groups
 from trainer.loops.rank_failures import StartedProcesses
 from trainer.process import StopRequest, detect_launch, start_others
+from trainer.run_files import DIRECTORY, find_checkpoint
 from trainer.settings import Config, TrainerConfig
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.meter import Counts

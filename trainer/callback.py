@@ -24,13 +24,12 @@ from strategies.base import label
 from trainer.advice import speaking_python
 from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.compiled_training import CompiledTraining
-from trainer.loops.distributed import EpochEnds, SigtermAgreement, epoch_ends, group_timeout
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import leave_groups, lightning_classes, replaced, sigterm_kept
-from trainer.loops.rank_consistency import code_of, compare_facts
 from trainer.loops.rank_failures import Deadline, Failures
+from trainer.loops.ranks import EpochEnds, SigtermAgreement, code_of, compare_facts, epoch_ends, group_timeout
 from trainer.telemetry.record import TrainingInfo
-from trainer.telemetry.serialization import flatten
+from trainer.wording import flatten
 
 __all__ = ["Compile", "CompileFailed", "CompiledNothing", "ParityError"]
 

@@ -16,12 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from strategies.loop_protocol import Loop, gathered
 from strategies.region_state import random_state, set_random_state
-from trainer.checkpoint_files import DIRECTORY, LAST, META
 from trainer.loops.checkpoint_io import AtomicCheckpointIO, damaged
-from trainer.loops.distributed import Agreement
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import on_sigterm
+from trainer.loops.ranks import Agreement
 from trainer.process import StopRequest
+from trainer.run_files import DIRECTORY, LAST, META
 
 if TYPE_CHECKING:
     from trainer.loops.compiled_training import CompiledTraining

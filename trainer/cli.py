@@ -20,7 +20,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import hydra
 import hydra._internal.utils
@@ -28,6 +28,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
+from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from trainer import CONF, config_errors, working_directory_last
@@ -68,8 +69,8 @@ GROUPS = {
 def main() -> None:
     """Run the command in ``sys.argv``; exits with its code."""
     from trainer.process import end_with_first, keep_streams, signal_at_end_of_parent
+    from trainer.run_start import SWEEP_VARIABLE
     from trainer.sweep import plan
-    from trainer.sweep.environment import SWEEP_VARIABLE
 
     working_directory_last()
     keep_streams()
@@ -80,13 +81,12 @@ def main() -> None:
         signal_at_end_of_parent(signal.SIGTERM)
     try:
         if "COMP_LINE" not in os.environ:
-            _refuse_flags(sys.argv[1:])
+            sys.argv[1:] = _flags_last(sys.argv[1:])
         sys.argv[1:] = plan.expanded(sys.argv[1:])
     except ValueError as error:
         config_errors.report(error)
         sys.exit(REFUSED)
     from trainer import config
-    from trainer.sweep import run_dirs
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     exit_codes: list[int] = []
@@ -116,16 +116,26 @@ def main() -> None:
             refusal = isinstance(error, config_errors.REFUSALS)
             if wants_traceback or (not refusal and getattr(error, "errno", None) is None):
                 raise
-            config_errors.report(error, run_dirs.OwnFolder.place)
+            config_errors.report(error, OwnFolder.place)
             sys.exit(REFUSED)
     sys.exit(max(exit_codes, default=0))
 
 
-def _refuse_flags(arguments: Sequence[str]) -> None:
-    """Raise ValueError where ``arguments`` hold a flag that Hydra does not have, as in ``--task captioning``."""
-    unknown = next((word for word in get_args_parser().parse_known_args(list(arguments))[1] if word[:1] == "-"), None)
+def _flags_last(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with flags behind the options where they stand among them, as in ``task=micro -m seed=1,2``:
+    argparse takes one row of options alone. Raises ValueError for a flag that Hydra does not have, as in
+    ``--task captioning``, or that has no value."""
+    parser: Any = get_args_parser()
+    parser.error = _refuse_usage
+    known, others = parser.parse_known_args(list(arguments))
+    unknown = next((word for word in others if word[:1] == "-"), None)
+    if not others:
+        return list(arguments)
     if unknown is None:
-        return
+        flags, options = list(arguments), [*known.overrides, *others]
+        for option in options:
+            flags.remove(option)
+        return [*options, *flags]
     flag, equals, value = unknown.partition("=")
     if not (named := re.fullmatch(r"--([A-Za-z][\w./@-]*)", flag)):
         raise ValueError(f"{unknown} is not a flag, see --help; options are written NAME=VALUE")
@@ -133,6 +143,10 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
     if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
         unknown, value = f"{unknown} {following[0]}", following[0]
     raise ValueError(f"{unknown}: options are written {named[1].replace('-', '_')}={value or 'VALUE'}")
+
+
+def _refuse_usage(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 @contextlib.contextmanager
@@ -254,13 +268,44 @@ def _columns(name: str, width: int, meaning: str) -> str:
     return "\n".join([first, *(f"{'':{width}}{line}" for line in lines)])
 
 
+class OwnFolder(Callback):
+    """Hydra's callback that looks at the folder of a run or sweep before anything is written into it."""
+
+    place: ClassVar[str] = ""
+    """The folder, as the option that chooses it."""
+    wanted: ClassVar[Path] = Path()
+    """Where this process would leave its run, where it did not follow the first one."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Name the folder after SLURM's job; keep Hydra out of a folder that is another's."""
+        from trainer.process import detect_launch, is_first_process
+        from trainer.run_files import taken
+
+        first, launch = is_first_process(), detect_launch(os.environ)
+        if launch is not None and launch.job is not None:
+            # Not the time: all processes name one folder then, and so does the job when it is put into the queue again.
+            written: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
+            with read_write(config):
+                config.hydra.run.dir = re.sub(r"\$\{now:[^}]*\}", f"slurm-{launch.job}", written["dir"])
+        OwnFolder.place = f"hydra.run.dir={config.hydra.run.dir}"
+        OwnFolder.wanted = Path(config.hydra.run.dir).absolute()
+        if not first or taken(OwnFolder.wanted, config.resume):
+            with read_write(config):
+                config.hydra.output_subdir = None
+                if launch is not None and not first:
+                    config.hydra.run.dir = "."  # Hydra makes it: on this host, or by this clock, there need be none
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        OwnFolder.place = f"hydra.sweep.dir={config.hydra.sweep.dir}"
+
+
 def train(cfg: DictConfig) -> int:
     """Train what ``cfg`` describes; returns the exit code. Raises ValueError for a bad configuration."""
     from trainer.config import source_flags, to_config
     from trainer.process import detect_launch, is_first_process, start_early, uninterrupted_import
+    from trainer.run_files import taken
+    from trainer.run_start import SWEEP_VARIABLE
     from trainer.settings import Peer, require_present
-    from trainer.sweep.environment import SWEEP_VARIABLE
-    from trainer.sweep.run_dirs import OwnFolder, taken
 
     settings = HydraConfig.get()
     # As they were typed: with ${oc.env:NAME}, not with what that stands for.

@@ -6,22 +6,26 @@ import dataclasses
 import difflib
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 from trainer import CONF
 from trainer.process import PACKAGES, rank_prefix
+from trainer.sweep.plan import quoted
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 """What a configuration that cannot be used raises."""
 NOISE = re.compile(r"\s*(full_key|object_type|reference_type|See https?://|Config search path|provider=)")
 """Lines of Hydra's and OmegaConf's messages that speak of their insides."""
+NOT_READ = re.compile(r"LexerNoViableAltException|mismatched input|no viable alternative")
+"""How Hydra's messages begin of an option that its grammar does not read."""
 FOREIGN = re.compile(r"In '(?:schema/)?([\w/]+)/(\w+)'.*(?:Merge error|assigned): \w+ is not a subclass of ", re.S)
 """What they say when an option belongs to another task: ``task=captioning task/data=torchvision``."""
 
@@ -34,6 +38,8 @@ def explain(error: BaseException) -> list[str]:
         return [f"error: {line}" for line in str(error).splitlines()] or [f"error: {type(error).__name__}"]
     if unnamed := re.match(r"Error parsing override '(.+)'\s+missing EQUAL", str(error)):
         return [f"error: {unnamed[1]} is not NAME=VALUE"]
+    if isinstance(error, OverrideParseException) and NOT_READ.match(str(error)):
+        return [f"error: {_not_read(error.override)}"]
     if several := re.search(r"Ambiguous value for argument '((.+?)=(.+))'", str(error)):
         return [f"error: {several[1]}: {_several(several[2], several[3])}"]
     if known := _unknown(error):
@@ -50,6 +56,16 @@ def explain(error: BaseException) -> list[str]:
     override = getattr(error, "override", None)
     first = f"{override}: {lines[0]}" if override and override not in lines[0] else lines[0]
     return [f"error: {first}", *(f"  {line}" for line in lines[1:])]
+
+
+def _not_read(override: str) -> str:
+    """What is wrong with an option that Hydra's grammar does not read."""
+    name, _, value = override.partition("=")
+    if not re.fullmatch(r"[\w.@/+~-]+", name, re.ASCII):
+        return f"{override} is not NAME=VALUE"
+    if value[:1] in "[{'\"":
+        return f"{override}: a quote or a bracket is not closed, or a value in it needs quotes"
+    return f"{override}: write it in quotes: {shlex.quote(f'{name}={quoted(value)}')}"
 
 
 def _several(option: str, values: str) -> str:

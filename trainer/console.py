@@ -23,13 +23,13 @@ from rich.text import Text
 
 from strategies import STRATEGIES
 from trainer.advice import as_typed
-from trainer.checkpoint_files import DIRECTORY, LAST
 from trainer.report.run_verdict import command, verdict_lines
+from trainer.run_files import DIRECTORY, LAST
 from trainer.telemetry.profile import profile_line
 from trainer.telemetry.record import FILE_NAME, AuditDifference, RankFigures, RunRecord, communication_of
-from trainer.telemetry.serialization import counted, headlines, number, shorten
 from trainer.telemetry.source_lines import place_lines
 from trainer.telemetry.telemetry import Telemetry
+from trainer.wording import counted, headlines, number, shorten
 
 ERROR_LOG = "error.log"
 """Where a run that failed leaves its traceback."""
@@ -284,7 +284,7 @@ def _last_checkpoint(record: RunRecord, run_dir: Path) -> Path | None:
 
 
 FIRST_ROWS = (
-    *("steady step", "graphs / breaks / recompiles", "parity with eager", "compile", "peak memory"),
+    *("steady step", "profile", "graphs / breaks / recompiles", "parity with eager", "compile", "peak memory"),
     *("samples", "final loss", "optimizer steps"),
 )
 """Rows of the summary by how much they matter."""
@@ -350,6 +350,8 @@ def summary(record: RunRecord) -> dict[str, str]:
     machine = None if record.machine is None else record.machine.busy
     share = record.model_flops_utilization_measured_peak
     found = {name: facts for name, facts in record.report.items() if name not in OWN_ROWS}
+    everyone = f" of all {record.world_size} processes" if record.world_size > 1 else ""
+    padding = "" if record.padded_share is None else f" (padding {record.padded_share:.1%})"
     rows = {
         "strategies": record.label + chosen,
         "device": _device(record),
@@ -366,11 +368,9 @@ def summary(record: RunRecord) -> dict[str, str]:
         "steady step": ", ".join(f"{kind} {_milliseconds(each)}" for kind, each in took.items() if each is not None),
         "new shapes": _new_shapes(record),
         "steps": _with("{} /s ({} steady ones)", record.steady_steps_per_second, record.steady_steps),
-        "samples": _with("{} /s", record.samples_per_second, decimals=1)
-        + _with(" of all {} processes", record.world_size if record.world_size > 1 else None),
+        "samples": _with(f"{{}} /s{everyone}", record.samples_per_second, decimals=1),
         "communication": communication_line(record.ranks),
-        "useful tokens": _with("{} /s", record.useful_tokens_per_second, decimals=0)
-        + ("" if record.padded_share is None else f" (padding {record.padded_share:.1%})"),
+        "useful tokens": _with(f"{{}} /s{padding}", record.useful_tokens_per_second, decimals=0),
         "utilization": "" if share is None else f"{share:.1%} of the peak measured when the run began",
         "waiting for data": _waiting(record),
         "peak memory": ", ".join(f"{where} {number(gib, 2)} GiB" for where, gib in memory.items() if gib is not None),
@@ -435,11 +435,12 @@ def _parity(record: RunRecord) -> str:
         return verdict
     kind, worst = max(apart.items(), key=lambda item: item[1].share)
     means = ", means of several draws" if "seeds" in facts["how"] else ""
-    return f"{verdict} ({facts['checks']} checks{means}; {_apart(kind, worst)})"
+    return f"{verdict} ({counted(facts['checks'], 'check')}{means}; {_apart(kind, worst)})"
 
 
 def _apart(kind: str, one: AuditDifference) -> str:
-    return f"{kind} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}"
+    what = f"{kind} {one.what}" if kind.endswith((" of", " to")) else kind
+    return f"{what} {one.difference:.1e} apart, tolerance {one.tolerance:.1e}"
 
 
 def _audits(record: RunRecord) -> str:

@@ -22,11 +22,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from strategies.compile_errors import is_out_of_memory, one_line, redact
 from strategies.compiler_warmup import stop_compiling
 from trainer.build import Job, task_options
-from trainer.checkpoint_files import find_checkpoint
 from trainer.checkpoints import NonFiniteLoss
 from trainer.console import ERROR_LOG, print_end, relative_path
-from trainer.loops.rank_consistency import describe_process
 from trainer.loops.rank_failures import AND_SO, RankFailed, fail_record
+from trainer.loops.ranks import describe_process
 from trainer.process import (
     Interrupted,
     Launch,
@@ -37,9 +36,9 @@ from trainer.process import (
     undisturbed,
 )
 from trainer.run_end import finalize
+from trainer.run_files import claim, find_checkpoint, release, restore_file
+from trainer.run_start import initial_record
 from trainer.settings import Config
-from trainer.sweep.environment import initial_record
-from trainer.sweep.run_dirs import claim, release, restore_file
 from trainer.telemetry import hardware
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.source_lines import raised_at

@@ -26,7 +26,7 @@ from strategies.compiler_warmup import stop_compiling
 from strategies.loop_protocol import Loop
 from trainer.console import ProgressView, print_end, relative_path, summary
 from trainer.report.run_verdict import run_verdict
-from trainer.sweep.environment import RECORDS_VARIABLE, origin
+from trainer.run_start import RECORDS_VARIABLE, origin
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, NOT_STARTED, RunRecord, TrainingInfo
@@ -132,6 +132,8 @@ class ScriptRun:
         record.status, record.reason, record.failed_at = "failed", one_line(error), raised_at(error)
         if (signum := getattr(error, "signum", None)) is not None:
             record.status, record.signal = "interrupted", signum
+        if type(error).__name__ == "SIGTERMException":  # of ``lightning`` or of ``pytorch_lightning``
+            record.status, record.reason, record.signal = "interrupted", "SIGTERM", signal.SIGTERM
         if isinstance(error, KeyboardInterrupt):
             record.status, record.reason, record.signal = "interrupted", "Ctrl-C", signal.SIGINT
             stop_compiling()

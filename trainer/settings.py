@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from strategies.base import Strategy, ordered
 from tasks.base import Task
-from trainer.checkpoint_files import find_checkpoint
 from trainer.guards import ON_COMPILE_ERROR, ON_DIFFERENCE, ON_SLOWER, PARITY
+from trainer.run_files import find_checkpoint
 from trainer.telemetry import PROFILE
 
 PRECISIONS = (

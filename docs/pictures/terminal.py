@@ -1,6 +1,6 @@
 """Records what the README's script prints at its end, as a terminal shows it: ``python docs/pictures/terminal.py``.
 
-It runs docs/own_script.py in a terminal of its own, which takes a minute on free cores, and writes terminal.svg beside
+It runs own_script.py in a terminal of its own, which takes a minute on free cores, and writes terminal.svg beside
 this file and the same text to the standard output. Run it on a quiet machine, and copy the text to the README.
 """
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
-SCRIPT = HERE.parent / "own_script.py"
+SCRIPT = HERE / "own_script.py"
 COLUMNS = 100
 END = "Network · regional · finished"
 """The training's own lines come before it; they move the cursor, and a picture of them would show nothing."""

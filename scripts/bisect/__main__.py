@@ -25,7 +25,7 @@ from strategies import Modular, Stage, Strategy
 from strategies.base import label
 from trainer.advice import program
 from trainer.process import StopRequest, quick_exit, uninterrupted_import
-from trainer.telemetry.serialization import counted, first_few
+from trainer.wording import counted, first_few
 
 EXAMPLES = """\
 examples:

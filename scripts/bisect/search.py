@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from scripts.arguments import refuse_choice
 from strategies.base import Stage, Strategy, label
-from trainer.auto.rule import refuse_choice
 
 MAX_SHAPES = 4
 """Shapes of batch that are looked at, the first ones."""

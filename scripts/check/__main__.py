@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from strategies.compile_errors import redact
 from trainer.advice import program
 from trainer.process import quick_exit
 from trainer.report.runs import Run, find
-from trainer.telemetry.serialization import counted
+from trainer.wording import counted
 
 MORE = f"""\
 examples:
@@ -98,6 +99,9 @@ def checked(options: argparse.Namespace) -> int:
 
 def _work(options: argparse.Namespace) -> rounds.Work:
     if options.script:
+        name = options.script[0]
+        if not Path(name).is_file() and shutil.which(name) is None:
+            raise ValueError(f"{name}: no such script or command")
         return rounds.Work(script=options.script)
     return rounds.work_of(options.overrides, steps=options.steps, config_dir=options.config_dir)
 

@@ -10,7 +10,7 @@ from scripts.check.measurement import Measured, Place
 from trainer.advice import program
 from trainer.report.runs import DECISIVE_VERSIONS
 from trainer.report.tables import ABSENT, Columns, kept, piped, plain_lines
-from trainer.telemetry.serialization import counted, first_few
+from trainer.wording import counted, first_few
 
 KINDS = {"graph_break": "graph break", "recompile": "recompile"}
 FAILED, PASSED = "❌", "✅"

@@ -10,7 +10,7 @@ from scripts.check.measurement import Measured, Place
 from trainer.report import statistics
 from trainer.report.statistics import NOT_SHOWN, SLOWER, Ratio, Sample
 from trainer.report.tables import ABSENT, estimated
-from trainer.telemetry.serialization import counted, first_few
+from trainer.wording import counted, first_few
 
 TOLERANCE = 0.1
 """How much slower a step may be before that counts, relatively."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.explain import findings
-from trainer.report.comparison import BUSY, THIN, compare_runs
+from trainer.report.comparison import BUSY, UNCERTAIN, compare_runs
 from trainer.report.runs import Cell, Run, deciding, fixed_settings, workload_of
 from trainer.telemetry import source_lines
 from trainer.telemetry.record import RunRecord, set_parameters
@@ -137,7 +137,7 @@ def _measured(cell: Cell, eager: dict[tuple[object, ...], float | None], flags: 
         settings=fixed_settings(first),
         busy=next((facts.busy for record in records if (facts := record.machine) is not None and facts.busy), None),
         failed=[_ended(run.record) for run in cell.failed],
-        remarks=[flag for flag in flags if flag.startswith((BUSY, THIN, "final loss"))],
+        remarks=[flag for flag in flags if flag.startswith((BUSY, UNCERTAIN, "final loss"))],
     )
     places: dict[tuple[object, ...], Place] = {}
     for number, record in enumerate(records, 1):

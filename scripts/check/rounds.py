@@ -18,8 +18,8 @@ from pathlib import Path
 
 from scripts.check.measurement import FILE_NAME, Measured, load, measured, read
 from trainer.report.runs import Run, find
-from trainer.sweep.environment import RECORDS_VARIABLE, git_commit
-from trainer.sweep.environment import ROOT as OURS
+from trainer.run_start import RECORDS_VARIABLE, git_commit
+from trainer.run_start import ROOT as OURS
 from trainer.sweep.plan import REFUSED, PlannedCell, directory_name, quoted
 from trainer.telemetry.record import RunRecord
 

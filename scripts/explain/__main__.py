@@ -1,8 +1,8 @@
 """Say where the compiler breaks, repeats or leaves out a training step: ``crucible explain compile=whole``.
 
 Takes the trainer's overrides, trains a few steps, and names each graph break and recompile with its line of code and
-torch's own hints. Nothing is trained for keeps, nothing written unasked. For whoever has read of a graph break or a
-recompile in a run's output, and wants it gone.
+torch's own hints. Nothing of the training is kept; the only file is that of --json. For whoever has read of a graph
+break or a recompile in a run's output, and wants it gone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rich.console import Console
 from scripts.arguments import composed_training, exit_code, parser, positive, require_writable
 from scripts.explain import BATCHES, Explanation, Finding
 from trainer.process import StopRequest, quick_exit, uninterrupted_import
-from trainer.telemetry.serialization import counted
 from trainer.telemetry.source_lines import place_lines
+from trainer.wording import counted
 
 EXAMPLES = """\
 examples:

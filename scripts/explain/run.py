@@ -3,7 +3,7 @@
     from scripts.explain.run import explain_module
     print(explain_module(module, loader, [Whole()]).as_json())
 
-Nothing is trained for keeps: the module is this process's own, no checkpoint, record or artifact is written.
+Nothing of the training is kept: the module is this process's own, no checkpoint, record or artifact is written.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ import torch
 import torch._dynamo.utils as dynamo_utils
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from scripts.arguments import refuse_choice
 from scripts.explain import BATCHES, Explanation, findings
 from strategies import Modular, Program, Strategy
-from strategies.base import label
+from strategies.base import label, ordered
 from strategies.compile_errors import is_compile_error, one_line
-from trainer.auto.rule import refuse_choice
 from trainer.bucketed_loaders import loss_of_padding
 from trainer.build import build_trainer, compile_callback
 from trainer.callback import Compile
 from trainer.loops.lightning import throwaway_trainer
+from trainer.loops.lightning_internals import lightning_classes
 from trainer.process import process_settings
+from trainer.run_start import initial_record
 from trainer.settings import Config
-from trainer.sweep.environment import initial_record
 from trainer.telemetry import hardware
 
 ONE_DEVICE = "several devices: {} on one, without what DDP or FSDP changes"
@@ -76,7 +77,9 @@ def explain_module(
     module: L.LightningModule, loader: Any, strategies: Iterable[Strategy], *, batches: int = BATCHES, **declared: Any
 ) -> Explanation:
     """Explain any module trained on ``batches`` of ``loader``; ``declared`` are further arguments of ``Compile``."""
-    given = list(strategies)
+    given = ordered(strategies)
+    if not isinstance(module, lightning_classes(L.LightningModule)):
+        raise ValueError(f"explain_module: {type(module).__name__} is not a LightningModule")
     compile_ = Compile(
         prepared(given), parity="off", warmup_steps=0, measure_peak=False, save=False, verbose=False, **declared
     )

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from strategies.regions import expand_blocks, find_containers
 from tasks.resumable_data import ResumableDataModule
 from trainer.build import device_of, resolve_precision
-from trainer.loops.distributed import SingleProcessLoop
+from trainer.loops.plain import SingleProcessLoop
 from trainer.settings import Config
 from trainer.telemetry.telemetry import Telemetry
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from strategies.base import Program, Stage, Strategy, wrong
+from strategies.base import Program, Stage, Strategy, require_types, wrong
 
 ON_RECOMPILE = ("fail", "warn")
 
@@ -53,6 +53,7 @@ class Buckets(Strategy):
     """Whether a task that declares no tensor ragged is an error; false = the strategy is left out, with a note."""
 
     def __post_init__(self) -> None:
+        require_types(self)
         for name in ("count", "multiple", "tokens_per_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from strategies.base import Program, Stage, Strategy, wrong
+from strategies.base import Program, Stage, Strategy, require_types, wrong
 from strategies.compile_errors import one_line, refuse_credentials
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Cached(Strategy):
     """Arguments of the fsspec file system, such as ``{endpoint_url: ...}`` for s3. No credentials."""
 
     def __post_init__(self) -> None:
+        require_types(self)
         for name in ("max_gib", "timeout_seconds"):
             if not getattr(self, name) > 0:
                 raise wrong("compile.cached", name, getattr(self, name), "must be above 0")

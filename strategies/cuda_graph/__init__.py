@@ -71,7 +71,7 @@ class CudaGraph(Strategy):
             engine = CudaEngine(program.device, program.loop.stream)
             program.step = StepGraphs(engine)
             if self.scope != "step":
-                program.network = NetworkGraphs(engine, program.device, wanted=self.scope == "network")
+                program.network = NetworkGraphs(engine, program, wanted=self.scope == "network")
             if self.scope == "network":
                 program.step.given_up = True
             elif reason is not None:

@@ -44,7 +44,8 @@ _struct _sre re _string _warnings _thread _weakref _typing typing _json _csv arr
 _statistics _decimal sys gc _queue _imp _codecs _locale _weakrefset inspect random _random unicodedata"""
 PURE_STDLIB = frozenset(_PURE.split())
 """Modules whose C functions bring nothing from outside; the global generators are compared by state."""
-IGNORED = ("log", "log_dict", "_current_fx_name")
+LOGS = ("log", "log_dict")
+IGNORED = (*LOGS, "_current_fx_name")
 """Attributes of which a step makes no other use than to log: a replay logs what was recorded. The last one is
 Lightning's name of the hook under way."""
 MAX_ENTRIES = 100_000
@@ -173,6 +174,31 @@ class HostRecorder:
             yield
         finally:
             self._busy -= 1
+
+    @contextlib.contextmanager
+    def logs_apart(self, module: nn.Module, noted: Callable[[], Any] = lambda: None) -> Iterator[None]:
+        """Inside, each LightningModule in ``module`` logs as ever, and what that reads is not the step's; ``noted`` is
+        called each time."""
+        logging = [one for one in module.modules() if hasattr(type(one), "log_dict") and hasattr(one, "training_step")]
+
+        def apart(log: Callable[..., Any]) -> Callable[..., Any]:
+            def logs(*arguments: Any, **named: Any) -> Any:
+                noted()
+                with self.paused():
+                    return log(*arguments, **named)
+
+            return logs
+
+        before = [(one, {name: vars(one)[name] for name in LOGS if name in vars(one)}) for one in logging]
+        for one in logging:
+            vars(one).update({name: apart(getattr(one, name)) for name in LOGS})
+        try:
+            yield
+        finally:
+            for one, own in before:
+                for name in LOGS:
+                    del vars(one)[name]
+                vars(one).update(own)
 
     # ---- what the step reads, calls and writes -----------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +34,20 @@ from strategies.cuda_graph.step_graphs import (
     MAX_OBSERVATIONS,
     MAX_VARIANTS,
     MIN_REPLAYS,
+    CompiledParts,
     not_strided,
     why_not_captured,
 )
 from strategies.proven_code import not_compiled_yet
-from strategies.region import Check, Checking, Region, StandIn, is_ancestor, is_looked_at, plain, submodules
+from strategies.region import Check, StandIn, is_ancestor, is_looked_at, plain, submodules
 from strategies.region_check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
 from strategies.region_state import RegionState
 from strategies.tolerance import MULTIPLES
 from strategies.torch_patches import as_capturing
 
 if TYPE_CHECKING:
-    from strategies.cuda_graph.step_graphs import CompiledParts, Engine
-    from strategies.loop_protocol import Loop
+    from strategies.base import Program
+    from strategies.cuda_graph.step_graphs import Engine
 
 FIRST_CALLS = 2
 """Calls of one kind that run without a graph before one is captured: kernels are loaded, inner regions proven."""
@@ -294,7 +295,8 @@ class Network(StandIn):
         if found := [*state.cannot_restore, *state.may_change, *map(str, state.large)]:
             self.reject(f"its forward may change {', '.join([*dict.fromkeys(found)][:3])}")
             return self._run_without_graph(args, kwargs)
-        recorder, logs = HostRecorder(self.of.device, self.of.unreadable_types()), list[str]()
+        recorder = HostRecorder(self.of.device, self.of.unreadable_types())
+        changes = dict[str, None]()
 
         def call() -> Any:
             return self._run_first(kind, args, kwargs)
@@ -302,12 +304,15 @@ class Network(StandIn):
         def of_weights() -> list[dict[str, int]]:
             return [{name: id(one) for name, one in vars(weight).items()} for weight in self.module.parameters()]
 
+        def logs() -> None:
+            changes["its forward logs, which a replay would not"] = None
+
         before = of_weights()
-        with _noting_logs(self.module, recorder, logs), self._recording(recorder, call):
+        with recorder.logs_apart(self.module, logs), self._recording(recorder, call):
             result = call()
         if of_weights() != before:
-            logs.append("changes an attribute of a parameter, which a replay would not")
-        if problems := [*recorder.problems, *logs]:
+            changes["changes an attribute of a parameter, which a replay would not"] = None
+        if problems := [*recorder.problems, *changes]:
             self.reject("; ".join(problems[:3]))
         kind.watched = True
         return result
@@ -642,18 +647,6 @@ class _Noting:
 # ---- all of a training -----------------------------------------------------------------------------------------------
 
 
-class OfProgram(Protocol):
-    """What is read here of the ``Program`` whose steps they are."""
-
-    module: nn.Module
-    sharded: bool
-    loop: Loop | None
-    regions: list[Region]
-    checking: Checking
-    notes: list[str]
-    given_up: dict[str, str]
-
-
 class NetworkGraphs:
     """The captured modules of one training.
 
@@ -663,8 +656,9 @@ class NetworkGraphs:
     while the backward goes on.
     """
 
-    def __init__(self, engine: Engine, device: torch.device, *, wanted: bool) -> None:
-        self.engine, self.device = engine, device
+    def __init__(self, engine: Engine, program: Program, *, wanted: bool) -> None:
+        assert program.device is not None
+        self.engine, self.device, self.checking = engine, program.device, program.checking
         self.wanted = wanted
         """Whether steps that run in Python for good use them."""
         self.in_force = False
@@ -673,7 +667,7 @@ class NetworkGraphs:
         self.waiting = False
         """Whether a call of the step under way ran without a graph and is going to have one."""
         self.networks: list[Network] = []
-        self.notes: list[str] = []
+        self.notes = program.notes
         self.rejections: list[str] = []
         self.differs: list[tuple[Network, str, list[Any], bool]] = []
         """What was not repeated: module, line, differences and whether it was trusted before."""
@@ -682,18 +676,17 @@ class NetworkGraphs:
         self.unreadable_types: Callable[[], Any] = dict
         self.mode = "on"
         self.steady = False
-        self._program: OfProgram | None = None
-        self._parts: CompiledParts | None = None
+        self.parts = CompiledParts()
+        self._program = program
         self._regions: tuple[str, ...] = ()
         self._reason = ""
         """Why no step is captured as a whole."""
         self._active = False
 
-    def begin(self, program: OfProgram, parts: CompiledParts, unreadable: Callable[[], Any], mode: str) -> None:
+    def begin(self, parts: CompiledParts, unreadable: Callable[[], Any], mode: str) -> None:
         """Find the modules that may be captured."""
-        self._program, self._parts, self.unreadable_types, self.mode = program, parts, unreadable, mode
-        self.notes = program.notes
-        loop = program.loop
+        self.parts, self.unreadable_types, self.mode = parts, unreadable, mode
+        program, loop = self._program, self._program.loop
         together = loop is not None and loop.world_size > 1
         if program.sharded:
             self._reject("under fsdp2 the whole step is captured, or nothing")
@@ -711,20 +704,9 @@ class NetworkGraphs:
                 self.networks.remove(one)
 
     @property
-    def parts(self) -> CompiledParts:
-        assert self._parts is not None
-        return self._parts
-
-    @property
     def ready(self) -> bool:
         """Whether regions run as they are going to: a graph holds what they run."""
-        assert self._program is not None
         return self.steady and self.parts.ready() and not any(one.ran_eager for one in self._program.regions)
-
-    @property
-    def checking(self) -> Any:
-        assert self._program is not None
-        return self._program.checking
 
     def _add(self, path: str, module: nn.Module) -> None:
         if any(True for _ in module.parameters()) and not any(one.module is module for one in self.networks):
@@ -732,7 +714,6 @@ class NetworkGraphs:
 
     def _add_children(self, path: str, module: nn.Module) -> None:
         """Those that are worth a graph of their own: a single layer takes no longer than a replay."""
-        assert self._program is not None
         regions = {one.path: one.module for one in self._program.regions}
         for name, child in module.named_children():
             there = f"{path}.{name}" if path else name
@@ -774,7 +755,6 @@ class NetworkGraphs:
 
     def _leave_regions(self) -> None:
         """What lies within a region is the compiler's."""
-        assert self._program is not None
         paths = tuple(one.path for one in self._program.regions)
         if paths != self._regions:
             self._regions = paths
@@ -787,7 +767,6 @@ class NetworkGraphs:
     def _replace_uncalled(self) -> None:
         """Between two steps: what is never called gives way to what is in it."""
         program = self._program
-        assert program is not None
         self.steady = not any(one.ran_eager for one in program.regions)
         for one in self.networks[:]:
             if one.reason is None and not one.called:
@@ -834,7 +813,6 @@ class NetworkGraphs:
     @contextlib.contextmanager
     def without_regions(self) -> Iterator[None]:
         """Inside, what is compiled runs as it was written."""
-        assert self._program is not None
         with plain(self._program.regions):
             yield
 
@@ -946,28 +924,3 @@ def backward_hooks(module: nn.Module) -> Iterator[str]:
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             yield f"a backward hook on {path or 'the module'} runs on the host"
-
-
-@contextlib.contextmanager
-def _noting_logs(module: nn.Module, recorder: HostRecorder, found: list[str]) -> Iterator[None]:
-    """Inside, a LightningModule logs as ever, and that is noted: a replay would not."""
-    logging = [one for one in module.modules() if hasattr(type(one), "log_dict") and hasattr(one, "training_step")]
-
-    def noted(log: Callable[..., Any]) -> Callable[..., Any]:
-        def logs(*arguments: Any, **named: Any) -> Any:
-            found[:] = ["its forward logs, which a replay would not"]
-            with recorder.paused():
-                return log(*arguments, **named)
-
-        return logs
-
-    before = [(one, name, vars(one).get(name)) for one in logging for name in ("log", "log_dict")]
-    try:
-        for one, name, _ in before:
-            vars(one)[name] = noted(getattr(one, name))
-        yield
-    finally:
-        for one, name, own in before:
-            del vars(one)[name]
-            if own is not None:
-                vars(one)[name] = own

@@ -10,8 +10,9 @@ is a reason not to capture it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 
 from strategies.base import Program, eager
 from strategies.compile_errors import CannotCapture, root_of
-from strategies.compiler_warmup import collected_later
 from strategies.cuda_graph.batch_index import IndexWatch
 from strategies.cuda_graph.host_recorder import HostRecorder
 from strategies.cuda_graph.host_state import HostState, Value, named
@@ -81,7 +81,7 @@ class StepCapture(StepHook):
             warmup_steps=loop.capture_warmup_steps if several else 0,
         )
         if network is not None:
-            network.begin(program, parts, loop.unreadable_types, parity)
+            network.begin(parts, loop.unreadable_types, parity)
             if graphs.given_up:
                 network.enable_for_all_steps()
         for reason in () if graphs.given_up else loop.capture_obstacles():
@@ -316,7 +316,7 @@ class _Calls:
                 # Else a backward runs on a thread of its own, where nobody sees what its functions read.
                 torch.autograd.set_multithreading_enabled(False),
             ):
-                with _logging_unseen(module, recorder), recorder.recording(module, watch, of._loop.step_function):
+                with recorder.logs_apart(module), recorder.recording(module, watch, of._loop.step_function):
                     outputs = self.micro.forward_backward(batch)
                 outputs = self._optimized(outputs)
         finally:
@@ -461,6 +461,19 @@ class _Parts(CompiledParts):
         }
 
 
+@contextlib.contextmanager
+def collected_later() -> Iterator[None]:
+    """Inside, Python collects no garbage, of which a full collection takes up to half a second: a step that does much
+    more than train meets one more often than others. What is due comes in a later step."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step evaluates the loss itself, as often as it likes (LBFGS)."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
@@ -480,25 +493,3 @@ def _frames(error: BaseException) -> Iterator[Any]:
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
-
-
-@contextlib.contextmanager
-def _logging_unseen(module: nn.Module, recorder: HostRecorder) -> Iterator[None]:
-    """Inside, what ``module`` logs is logged as ever, and what that reads is not the step's."""
-
-    def unseen(log: Callable[..., Any]) -> Callable[..., Any]:
-        def logs(*arguments: Any, **named: Any) -> Any:
-            with recorder.paused():
-                return log(*arguments, **named)
-
-        return logs
-
-    ours = {name: unseen(getattr(module, name)) for name in ("log", "log_dict") if hasattr(type(module), name)}
-    before = {name: vars(module)[name] for name in ours if name in vars(module)}
-    vars(module).update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del vars(module)[name]
-        vars(module).update(before)

@@ -20,8 +20,8 @@ from scripts.check.measurement import FILE_NAME, load
 from tests.check.runs import event
 from tests.conftest import ROOT, STAND_IN
 from tests.report.records import record, save
+from trainer.run_start import RECORDS_VARIABLE
 from trainer.sweep import launcher
-from trainer.sweep.environment import RECORDS_VARIABLE
 from trainer.sweep.plan import PlannedCell
 from trainer.telemetry.record import Event, RunRecord
 
@@ -89,8 +89,11 @@ def repository(cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_base_is_stored_and_an_unchanged_branch_passes_against_it(
-    cells: Cells, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["scripts/check/__main__.py"]
+    )  # whether pytest was started as a script or a module
     command = ["task=micro", "compile=regional,[regional,cuda_graph]", "--rounds", "2"]
     assert main(["--update", *command]) == 0
     assert cells.titles == ["eager", "regional", "[regional,cuda_graph]"] * 2
@@ -244,6 +247,7 @@ def test_a_run_that_dies_before_its_first_record_fails_the_check(
         (["task=micro", "--base", "nowhere"], "--base=nowhere: neither a file or folder nor a commit of git"),
         (["task=micro", "--runs", "x"], "task=micro: not beside --runs"),
         (["task=micro", "--", "train.py"], "task=micro: not beside a script"),
+        (["--", "trian.py"], "trian.py: no such script or command"),
         (["task=micro", "--comment", "none/comment.md"], "--comment='none/comment.md' is a folder, or lies in none"),
         (["task=micro", "--update", "--base", "base.txt"], "--base=base.txt: a base record that is stored is a file"),
     ],

@@ -116,6 +116,18 @@ def test_too_many_recompiles_are_a_failure_that_is_explained(monkeypatch: pytest
     assert explanation.problems > len(explanation.failures)
 
 
+@pytest.mark.parametrize(
+    ("module", "strategies", "message"),
+    [
+        (nn.Linear(2, 2), [Whole()], "^explain_module: Linear is not a LightningModule$"),
+        (Trained(nn.Linear(2, 2)), Whole(), r"^compile=Whole\(.*\) is not a list of strategies"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(module: Any, strategies: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        explain_module(module, [], strategies)
+
+
 def test_an_error_in_the_users_code_is_not_swallowed() -> None:
     class Broken(planted.Planted):
         def forward(self, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from typing import Any
 
 from tests.conftest import ROOT
 from trainer.report.tables import number
-from trainer.sweep.environment import ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables
+from trainer.run_start import ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables
 from trainer.telemetry.record import RunRecord
 
 STEP = re.compile(r"step (\d+)/")

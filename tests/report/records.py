@@ -172,6 +172,13 @@ def ragged() -> list[RunRecord]:
                         location="tasks/captioning/model.py:150 forward",
                         step=12,
                     ),
+                    Event(
+                        kind="recompile",
+                        reason="2/1: GLOBAL_STATE changed: grad_mode",
+                        location="tasks/captioning/model.py:150 forward",
+                        step=200,
+                        phase="validating",
+                    ),
                 ]
             records.append(one)
     broken = record("whole mode=max-autotune", status="failed", reason="CUDA out of memory: tried to allocate 2.00 GiB")

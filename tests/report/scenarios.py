@@ -171,7 +171,8 @@ CELLS: dict[str, list[RunRecord]] = {
     "seeds, lengths, guards and places": [
         configured(),
         configured(seed=1),
-        configured(trainer__max_steps=9, trainer__val_every_n_steps=3, trainer__progress="none"),
+        configured(trainer__max_steps=9, trainer__val_every_n_steps=3),
+        configured(trainer__progress="none", trainer__summary="full"),
         configured(parity="off", resume="somewhere"),
         configured(task__data__root="/elsewhere"),
     ],

@@ -114,7 +114,7 @@ def test_progress_is_drawn_as_recorded_of_one_run_of_each_arm() -> None:
     figure = drawn("progress", began("eager", "cold", 5.0, 1), *runs, began("whole", "warm", 7.0, 1))
     found = {(line.get_color(), *line.get_ydata()) for line in figure.axes[0].get_lines()}  # type: ignore[misc]
     assert found == {(BASELINE, 5.0, 10.0), (ARMS[0], 25.0, 50.0)}, "the middle one of the cold starts"
-    title = "eager was through with 200 steps after 10 s"
+    title = "eager trained 200 steps in 10 s"
     assert {"eager · 10 s", "whole · 50 s", title} <= set(texts(figure))
 
 
@@ -124,7 +124,7 @@ def test_progress_says_in_its_title_who_was_through_first() -> None:
         for arm, seconds in (("eager", 120.0), ("whole", 81.4), ("regional", 81.0))
     ]
     figure = drawn("progress", *runs)
-    assert "regional was through with 2,000 steps after 81 s, eager after 120 s" in texts(figure)
+    assert "regional trained 2,000 steps in 81 s, eager in 120 s" in texts(figure)
     ends = {text.get_text(): text.xy[1] for text in figure.axes[0].texts}  # type: ignore[attr-defined]
     assert ends["whole · 81 s"] - ends["regional · 81 s"] > 5, "names do not lie on each other"
 

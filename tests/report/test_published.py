@@ -101,20 +101,6 @@ def test_a_run_of_today_is_of_the_arm_that_was_published() -> None:
     assert {".".join(re.split("[.=]", option)[:2]) for option in given} <= options
 
 
-def test_a_table_that_was_edited_differs_from_its_records(tmp_path: Path) -> None:
-    records = tmp_path / "results" / "records"
-    publish([on_disk(tmp_path / "runs", sweep())], records / "row.jsonl")
-    page = records.parent / "page.md"
-    page.write_text("# Figures\n\n<!-- table: row -->\n<!-- end -->\nafter\n", encoding="utf-8")
-    assert refresh(records) == [page]
-    made = page.read_text(encoding="utf-8")
-    assert refresh(records) == [], "a page is made once"
-    assert refreshed(made.replace("1.25", "1.35"), records) == made
-    page.write_text(made.replace("row", "gone"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"gone\.jsonl: no such file"):
-        refresh(records)
-
-
 def test_a_line_holds_what_a_comparison_reads(tmp_path: Path) -> None:
     records = [*sweep(), record("whole", status="interrupted")]
     records[1].notes, records[1].report["slowdown"] = ["seen in /home/me"], {"eager_seconds": [0.1] * 99}
@@ -157,18 +143,6 @@ def test_a_file_of_records_that_is_not_one_is_named(tmp_path: Path) -> None:
         file.write_text(f"{published.line_of(record('eager'))}\n{line}\n", encoding="utf-8")
         with pytest.raises(ValueError, match=r"row\.jsonl:2: not a run record"):
             find([file])
-
-
-def test_ratios_are_taken_in_each_round_and_a_wide_row_is_marked() -> None:
-    eager, regional = rows_of(runs_of(sweep()))
-    assert regional.figures[RATIO] == pytest.approx((1.25, 1.25, 0.110 / 0.092))
-    text = "\n".join(published.table(runs_of(sweep()), "records/row.jsonl"))
-    assert "| `eager` † | 3 | 1 |" in text, "its steps spread by the slow round"
-    assert "| `regional` | 3 | ~1.23 (1.20 to 1.25) |" in text, "its ratios do not"
-    assert "· load average 1.50 · [records](records/row.jsonl)" in text
-    shown = ["| graph breaks |" in "\n".join(published.table(runs_of(sweep(graph_breaks=n)), "")) for n in (0, 1)]
-    assert shown == [False, True], "a column of breaks where there are some"
-    assert (eager.spread or 0) > published.MAX_SPREAD
 
 
 def test_runs_without_a_round_make_no_pairs() -> None:

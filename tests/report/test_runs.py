@@ -14,8 +14,8 @@ from scripts import compare
 from tasks.micro.task import DIMENSIONS, Micro
 from tests.report.records import record
 from trainer.report.runs import find
+from trainer.run_start import initial_record
 from trainer.settings import Config
-from trainer.sweep.environment import initial_record
 from trainer.telemetry.record import RunRecord
 
 
@@ -30,7 +30,8 @@ def test_files_folders_globs_and_trees_are_searched_and_each_run_is_found_once(t
     second = written(tmp_path / "sweep" / "deeper" / "1-compile=whole", "whole")
     paths = [first, first / "record.json", str(tmp_path / "sw*"), tmp_path]
     assert [run.directory for run in find(paths)] == [first, second]
-    assert [run.record.label for run in find([tmp_path])] == ["eager", "whole"]
+    for paths in ([tmp_path], tmp_path, str(tmp_path)):
+        assert [run.record.label for run in find(paths)] == ["eager", "whole"]
 
 
 def test_folders_of_runs_may_be_links(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from trainer.sweep import environment
+from trainer import run_start
 
 FAILS, EXITS, KILLED, REFUSED, WAITS = 1, 2, 3, 4, 5
 """Seeds of runs that do not simply finish."""
@@ -21,12 +21,10 @@ FAILS, EXITS, KILLED, REFUSED, WAITS = 1, 2, 3, 4, 5
 
 def run(config: Any, *, run_dir: Path, command: list[str]) -> Any:
     """Do what the seed says, and leave a record as a real run would."""
-    from trainer.sweep.environment import initial_record
-
     if config.seed == REFUSED:
         raise ValueError("task.data.root='' must name a folder")
     speed = 2.0 if config.compile else 1.0
-    record = initial_record(config, command)
+    record = run_start.initial_record(config, command)
     record.status, record.final_loss, record.steady_steps_per_second = "finished", 0.25, speed
     record.warmup_seconds, record.warmup_steps, record.steps = 10.0 * speed, 5, config.trainer.max_steps
     record.resumed_from = config.resume
@@ -71,7 +69,7 @@ def wait_for_signal(record: Any, run_dir: Path) -> None:
     (run_dir / "checkpoints" / "last.ckpt").touch()
 
 
-environment.git_commit = lambda *_: "0" * 40
+run_start.git_commit = lambda *_: "0" * 40
 module = types.ModuleType("trainer.run")
 module.run = run  # type: ignore[attr-defined]
 sys.modules["trainer.run"] = module

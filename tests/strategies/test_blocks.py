@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from strategies.regions import expand_blocks, find_containers, require_submodules
+from strategies.regions import expand_blocks, find_containers
 from tests.strategies.modules import Block, Holder, Stack
 
 
@@ -41,12 +41,6 @@ def test_containers_of_repeated_blocks_are_found(layers: nn.Module, found: list[
     assert find_containers(Holder(layers)) == found
 
 
-def test_containers_whose_names_begin_alike_are_both_found() -> None:
-    module = Stack(blocks())
-    module.layers_extra = blocks()
-    assert find_containers(module) == ["layers", "layers_extra"]
-
-
 def test_a_block_named_by_its_container_is_each_of_its_children() -> None:
     stages = nn.ModuleList([nn.Sequential(*blocks()), nn.Sequential(*blocks())])
     assert expand_blocks(Stack(stages), ["layers"]) == ["layers.0", "layers.1"]
@@ -58,15 +52,3 @@ def test_a_block_named_by_its_container_is_each_of_its_children() -> None:
     }
     for name, layers in nested.items():
         assert len(expand_blocks(Holder(layers), ["net"])) == 6, name
-
-
-def test_a_container_stands_for_its_children_and_a_block_for_itself() -> None:
-    module = Stack(nn.ModuleList([Block(), Block()]))
-    assert expand_blocks(module, ["layers", "head"]) == ["layers.0", "layers.1", "head"]
-
-
-def test_a_module_that_is_itself_a_container_can_be_asked_for_its_blocks() -> None:
-    module = nn.Sequential(Block(), Block())
-    paths = find_containers(module)
-    require_submodules(module, "compile.regional.blocks", paths)
-    assert [type(module.get_submodule(path)) for path in expand_blocks(module, paths)] == [Block, Block]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 
 import numpy as np
@@ -53,15 +52,6 @@ def test_ranks_take_the_same_bucket_at_every_step_and_share_the_examples(replica
     assert ranks[0].left_out < min(ranks[0].batch_sizes.values()) * replicas
 
 
-def test_every_example_fits_the_edge_of_its_batch_and_is_rarely_shorter_than_its_bucket() -> None:
-    batches, of = sampler(), lengths()
-    mixed = 0
-    for batch in epoch(batches):
-        assert max(of[batch]) <= batch.edge
-        mixed += len({EDGES[np.searchsorted(EDGES, of[example])] for example in batch}) > 1
-    assert mixed <= len(EDGES), "only what fills up the last batch of a bucket comes from another one"
-
-
 @pytest.mark.parametrize("short", [0, 3])
 def test_what_is_left_out_rotates_through_all_examples(short: int) -> None:
     """Three short examples are fewer than a batch of eight, and would be left out of every epoch."""
@@ -93,12 +83,6 @@ def test_without_drop_last_every_example_is_trained_in_every_epoch(replicas: int
         assert len({len(batch) for batch in batches[0][:-1] if batch.edge == batches[0][-1].edge}) == 1
         assert sum(taken.values()) - 1003 < replicas, "only what does not divide is repeated"
     assert ranks[0].left_out == 0
-
-
-def test_fewer_examples_than_a_batch_are_one_smaller_batch() -> None:
-    batches = BucketBatchSampler([4, 16, 15], {16: 8})
-    (batch,) = epoch(batches)
-    assert (sorted(batch), batch.edge, batches.rows_by_edge) == ([0, 1, 2], 16, {16: (3,)})
 
 
 def test_each_epoch_has_an_order_of_its_own_that_seed_and_epoch_decide() -> None:
@@ -135,11 +119,6 @@ def test_a_training_may_begin_with_one_batch_of_each_shape(replicas: int, drop_l
         assert first[len(EDGES) :] == [batch for batch in usual if batch not in began], "the others keep their order"
         assert sorted(first) == sorted(usual)
         assert epoch(warm, 1) == epoch(plain, 1), "only a training begins so, not every epoch"
-
-
-def test_a_smaller_last_batch_stays_the_last_one_where_a_training_begins_with_one_of_each_shape() -> None:
-    batches = BucketBatchSampler([4] * 3 + [16] * 8, {8: 4, 16: 4}, warm=True)
-    assert [(len(batch), batch.edge) for batch in epoch(batches)] == [(4, 16), (4, 16), (3, 8)]
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -181,16 +160,3 @@ def test_examples_beyond_the_last_edge_and_too_few_for_a_batch_are_errors() -> N
         BucketBatchSampler([4, 16, 17], {8: 1, 16: 1})
     with pytest.raises(ValueError, match="3 training examples make no batch of 2 on 2 devices"):
         BucketBatchSampler([4, 16, 15], {16: 2}, replicas=2, drop_last=True)
-
-
-def test_the_last_short_examples_may_be_a_batch_of_longer_ones() -> None:
-    # Five of them are no batch of eight, but two batches of two.
-    batches = BucketBatchSampler([4] * 5, {8: 8, 32: 2}, drop_last=True)
-    assert [(len(batch), batch.edge) for batch in epoch(batches)] == [(2, 32), (2, 32)]
-    assert batches.left_out == 1
-
-
-def test_a_planned_batch_reaches_a_worker_with_its_edge() -> None:
-    batch = epoch(sampler())[0]
-    copied = pickle.loads(pickle.dumps(batch))
-    assert (list(copied), copied.edge) == (list(batch), batch.edge)

@@ -48,15 +48,6 @@ def test_no_set_of_edges_pads_less(seed: int) -> None:
     assert padded_share(lengths, edges) == pytest.approx(best_of_all(lengths, count, multiple), abs=1e-12)
 
 
-def test_more_buckets_than_lengths_pad_nothing_but_the_multiple() -> None:
-    assert optimal([3, 3, 17, 40], count=8, multiple=8) == (8, 24, 40)
-    assert padded_share([8, 24, 40], (8, 24, 40)) == 0
-
-
-def test_the_longest_edge_stops_at_the_limit() -> None:
-    assert optimal([10, 60, 77], count=2, multiple=16, limit=77)[-1] == 77
-
-
 @pytest.mark.parametrize(
     ("edges", "multiple", "limit", "clear"),
     [

@@ -73,10 +73,6 @@ def test_a_second_run_is_warm(tmp_path: Path) -> None:
     assert warm["fingerprint"] == cold["fingerprint"]
 
 
-def test_the_default_store_is_in_the_users_cache_folder(tmp_path: Path) -> None:
-    assert run(Cached(), compiled="a")["url"] == str(tmp_path / "home" / "crucible" / "compiled")
-
-
 def test_a_memory_store_is_signed_with_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRUCIBLE_CACHE_KEY", KEY)
     url = "memory://signed"
@@ -182,16 +178,6 @@ def test_a_damaged_store_means_a_cold_start_that_mends_it(tmp_path: Path) -> Non
     assert run(Cached(url=url), hits="a")["state"] == "warm"
 
 
-def test_genuine_bytes_that_torch_cannot_read_mean_a_cold_start(tmp_path: Path) -> None:
-    strategy = Cached(url=str(tmp_path / "store"))
-    fingerprint = fingerprint_of(facts_of(new_program(strategy, Regional()), leave_out="cached"))
-    manifest = {"fingerprint": fingerprint, "artifacts": ["inductor a"]}
-    strategy.store().save(b"no artifacts", {}, manifest)
-    report = run(strategy, compiled="a")
-    assert (report["state"], report["artifacts_saved"]) == ("cold", 1)
-    assert "refused: " in report["reason"]
-
-
 def test_a_store_that_cannot_be_reached_costs_the_warm_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
@@ -232,12 +218,6 @@ def test_a_disk_that_is_full_or_read_only_costs_the_next_warm_start_only(
     assert list((tmp_path / "store").iterdir()) == []
 
 
-def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
-    (tmp_path / "store").write_text("")
-    report = run(Cached(url=str(tmp_path / "store")), compiled="a")
-    assert (report["state"], "save_error" in report) == ("cold", True)
-
-
 def test_a_bundle_larger_than_the_cap_is_not_stored(tmp_path: Path) -> None:
     report = run(Cached(url=str(tmp_path / "store"), max_gib=1e-9), compiled="a")
     assert "max_gib" in report["save_error"]
@@ -263,23 +243,6 @@ def test_nothing_of_the_process_is_changed_for_good(tmp_path: Path) -> None:
     run(Cached(url=str(tmp_path / "store")), compiled="a")
     assert {name: os.environ.get(name) for name in names} == before
     assert CacheArtifactManager._new_cache_artifacts is manager
-
-
-def test_a_run_compiles_into_a_directory_of_its_own_within_the_users(tmp_path: Path) -> None:
-    strategy = Cached(url=str(tmp_path / "store"))
-    program = new_program(strategy)
-    strategy.apply(program)
-    own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert own.parent == tmp_path / "inductor"
-    assert own.stat().st_mode & 0o077 == 0
-    strategy.end(program)
-
-
-def test_without_inductor_there_is_nothing_to_cache(tmp_path: Path) -> None:
-    report = run(Cached(url=str(tmp_path / "store")))
-    assert report["state"] == "idle"
-    assert "nothing was compiled by Inductor" in report["notes"]
-    assert not (tmp_path / "store").exists()
 
 
 def test_a_training_after_a_validation_has_a_session_of_its_own(tmp_path: Path) -> None:

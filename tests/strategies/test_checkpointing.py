@@ -229,16 +229,6 @@ def test_outside_of_a_step_every_block_has_its_own_forward() -> None:
     assert [block.calls for block in module.layers] == [3, 3, 3, 3]
 
 
-def test_a_copy_of_the_module_computes_with_its_own_weights() -> None:
-    module = stack().eval()
-    recompute(Program(module=module))
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-    assert twin(torch.ones(1, 8)).abs().sum() > 0
-
-
 @pytest.mark.parametrize("kind", [Regional, Whole])
 def test_a_compiler_sees_which_part_is_computed_again(
     kind: Any, module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]

@@ -62,12 +62,6 @@ def test_a_backend_that_someone_registered_is_known() -> None:
     Whole(options={"shape_padding": True, "triton.cudagraphs": False}).check()
 
 
-def test_an_option_may_take_the_cuda_graphs_out_of_a_mode() -> None:
-    assert Regional(mode="max-autotune").uses_cuda_graphs
-    assert not Regional(mode="max-autotune", options={"triton.cudagraphs": False}).uses_cuda_graphs
-    assert Regional(options={"triton.cudagraphs": True}).uses_cuda_graphs
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_is_spelt_out_as_the_options_it_stands_for(mode: str) -> None:
     preset = {} if mode == "default" else list_mode_options()[mode]
@@ -88,16 +82,3 @@ def test_each_region_gets_its_own_copy_of_the_options() -> None:
     presets = copy.deepcopy(list_mode_options())
     Whole(mode="max-autotune").compile_arguments()["options"].clear()
     assert list_mode_options() == presets
-
-
-def test_another_backend_gets_no_options() -> None:
-    assert Regional(backend="aot_eager", dynamic=False).compile_arguments() == {
-        "backend": "aot_eager",
-        "fullgraph": True,
-        "dynamic": False,
-    }
-
-
-def test_only_inductor_is_prepared() -> None:
-    assert Whole().needs_inductor
-    assert not Whole(backend="aot_eager").needs_inductor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch._inductor.compile_fx  # what is changed needs it to be there
@@ -47,9 +45,3 @@ def test_torch_is_restored() -> None:
     assert decomposition.decomp_embedding_dense_backward is before
     with compiler_settings({"embedding_gradient": "inductor"}):
         assert decomposition.decomp_embedding_dense_backward is before
-
-
-def test_inductor_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx")
-    with compiler_settings({}):
-        assert "torch._inductor.compile_fx" not in sys.modules

@@ -50,13 +50,6 @@ def test_later_versions_are_left_alone(monkeypatch: pytest.MonkeyPatch, version:
         assert fuses(32 * S - 32, 768)
 
 
-def test_inductor_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor_faults.torch, "__version__", "2.11.0")
-    monkeypatch.delitem(inductor_faults.sys.modules, "torch._inductor.scheduler")
-    with compiler_settings({}):
-        assert "torch._inductor.scheduler" not in inductor_faults.sys.modules
-
-
 @pytest.mark.parametrize(("version", "expands"), [("2.11.0+cu130", True), ("2.12.0", False)])
 def test_sizes_are_compared_by_value_in_2_11(monkeypatch: pytest.MonkeyPatch, version: str, expands: bool) -> None:
     monkeypatch.setattr(inductor_faults.torch, "__version__", version)

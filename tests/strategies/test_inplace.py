@@ -129,16 +129,3 @@ def test_more_widths_than_torchs_own_recompile_limit_are_all_compiled(graphs: li
     with compiler_settings(program.settings):
         module([torch.randn(2, width) for width in widths])
     assert len(graphs) == len(widths) > 8
-
-
-def test_an_undeclared_module_has_its_children_compiled_and_a_note_says_what_stays_eager(
-    graphs: list[GraphModule],
-) -> None:
-    module = Stack(nn.ModuleList([Block(), Block()]))
-    module.add_module("metric", nn.Identity())
-    program = Program(module=module)
-    Whole(backend=backends.COUNTING).apply(program)
-    assert [region.path for region in program.regions] == ["stem", "layers.0", "layers.1", "head"]
-    (note,) = program.notes
-    assert "stem, layers, head" in note
-    assert "stays eager" in note

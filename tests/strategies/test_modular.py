@@ -11,7 +11,6 @@ from torch import nn
 from torch.fx import GraphModule
 
 from strategies import Modular, Part, Program
-from strategies.base import WrongOption
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
@@ -31,27 +30,6 @@ def regions_of(program: Program) -> list[str]:
     return [region.path for region in program.regions]
 
 
-def test_parts_have_settings_of_their_own(module: nn.Module, declared: Declaration, monkeypatch: Any) -> None:
-    asked: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(
-        "strategies.regions.compile_in_place", lambda program, path, arguments: asked.update({path: arguments})
-    )
-    strategy = Modular(
-        parts={
-            "encoder": Part(mode="max-autotune-no-cudagraphs", fullgraph=False, options={"combo_kernels": True}),
-            "tail": Part(backend="aot_eager", dynamic=True),
-        }
-    )
-    strategy.apply(program_of(module, declared))
-    assert asked["net.encoder"]["options"] == {
-        "max_autotune": True,
-        "coordinate_descent_tuning": True,
-        "combo_kernels": True,
-    }
-    assert asked["net.encoder"]["fullgraph"] is False
-    assert asked["net.tail"] == {"backend": "aot_eager", "fullgraph": True, "dynamic": True}
-
-
 def test_what_no_part_names_stays_eager_and_a_note_says_so(
     module: nn.Module, declared: Declaration, graphs: list[GraphModule]
 ) -> None:
@@ -60,17 +38,6 @@ def test_what_no_part_names_stays_eager_and_a_note_says_so(
     assert program.report["modular"] == {"decoder": regions_of(program)}
     (note,) = program.notes
     assert note.endswith("stay eager: net.encoder.blocks, net.encoder.embed, net.tail")
-
-
-def test_the_order_in_which_parts_are_given_does_not_matter(
-    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
-) -> None:
-    outcomes = set()
-    for order in permutations((("encoder", "regional"), ("net.encoder.embed", "off"), ("tail", "whole"))):
-        program = program_of(module, declared)
-        Modular(parts={name: Part(how=how, backend=COUNTING) for name, how in order}).apply(program)
-        outcomes.add(frozenset(regions_of(program)))
-    assert outcomes == {frozenset([*(f"net.encoder.blocks.{index}" for index in range(3)), "net.tail"])}
 
 
 @pytest.mark.parametrize(
@@ -143,13 +110,6 @@ def test_what_cannot_be_compiled_as_asked_is_said_before_anything_is(
 def test_a_parts_fields_are_checked_by_name_and_type(part: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Modular(parts={"encoder": part})
-
-
-def test_a_part_without_options_is_told_how_they_are_typed() -> None:
-    with pytest.raises(WrongOption) as caught:
-        Modular(parts={"encoder": "whole"})
-    key = "compile.modular.parts.encoder"
-    assert caught.value.typed == f"{key}='whole' is not a mapping of options: write {key}.how=whole"
 
 
 def test_a_bare_off_in_yaml_is_read_as_off() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +18,7 @@ from torch.fx import GraphModule
 from torch.optim import lr_scheduler
 
 from strategies import CudaGraph, Optimizer, Program, base
-from strategies.optimizer.step import ATTRIBUTE, graphed, installed
+from strategies.optimizer.step import graphed, installed
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
 
@@ -115,29 +113,7 @@ def test_parameters_and_state_are_eagers(make: Make, graphs: list[GraphModule]) 
     assert both.update.state == "compiled"
 
 
-def test_double_precision_is_kept(graphs: list[GraphModule]) -> None:
-    both = Both(adamw, lambda: stack().double())
-    both.train(12)
-    both.are_alike(rtol=1e-12, atol=1e-13)
-
-
-def test_inductor_compiles_it_to_eagers_numbers() -> None:
-    both = Both(adamw, lambda: stack(2), backend="inductor")
-    both.train(5, scheduled=True)
-    both.are_alike()
-    assert both.program.report["optimizer"]["graphs"] == 2
-
-
 # ---- one graph, and never another ------------------------------------------------------------------------------------
-
-
-def test_twelve_identical_blocks_share_one_graph(graphs: list[GraphModule]) -> None:
-    module = stack(12)
-    optimizer = adamw(module.parameters())
-    _, program = begin(module, optimizer)
-    train(module, optimizer, 2)
-    assert len(graphs) == 2, "one for the blocks, one for stem and head"
-    assert program.report["optimizer"] == {"form": "functional", "tensors": 52, "chunks": 13, "graphs": 2}
 
 
 def test_many_tensors_outside_blocks_are_cut_into_chunks(graphs: list[GraphModule]) -> None:
@@ -211,50 +187,7 @@ def test_every_hyperparameter_may_change(graphs: list[GraphModule]) -> None:
     both.are_alike()
 
 
-def test_a_momentum_that_is_scheduled_compiles_once_more(graphs: list[GraphModule]) -> None:
-    both = Both(OPTIMIZERS["SGD nesterov"])
-    for step in range(10):
-        for optimizer in both.optimizers:
-            optimizer.param_groups[0]["momentum"] = 0.9 - step / 100
-        both.train(1, seed=step)
-    assert len(graphs) == 2 * 2
-    both.are_alike()
-
-
 # ---- the optimizer stays itself --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD nesterov"])
-def test_state_dicts_go_both_ways(name: str, graphs: list[GraphModule]) -> None:
-    for compiled in (0, 1):
-        both = Both(OPTIMIZERS[name])
-        reference = stack()
-        optimizer = OPTIMIZERS[name](reference.parameters())
-        both.train(3)
-        file = io.BytesIO()
-        torch.save((both.modules[compiled].state_dict(), both.optimizers[compiled].state_dict()), file)
-        file.seek(0)
-        weights, state = torch.load(file, weights_only=True)
-        # On by the other form; and, for the compiled one, again in the middle of its training.
-        both.train(1, seed=2)
-        for module, loading in ((reference, optimizer), (both.modules[1], both.optimizers[1])):
-            module.load_state_dict(weights)
-            loading.load_state_dict(copy.deepcopy(state))
-            train(module, loading, 3, seed=3)
-        both.modules[0], both.optimizers[0] = reference, optimizer
-        both.are_alike()
-    assert len(graphs) == 2 * 2, "loading does not recompile"
-
-
-def test_after_the_end_the_optimizers_own_step_goes_on(graphs: list[GraphModule]) -> None:
-    both = Both(adamw)
-    both.train(3)
-    base.end([both.strategy], both.program)
-    optimizer: Any = both.optimizers[1]
-    assert not {"step", ATTRIBUTE} & vars(optimizer).keys()
-    assert optimizer.step.__func__ is torch.optim.AdamW.step
-    both.train(3)
-    both.are_alike()
 
 
 def test_hooks_and_closure_run_and_the_loss_is_returned(graphs: list[GraphModule]) -> None:
@@ -370,18 +303,6 @@ def test_double_precision_is_left_to_torchs_own_step_where_it_would_be_lost(kind
     assert "single precision" in both.program.given_up["optimizer"]
 
 
-def test_numbers_of_an_optimizer_compiled_as_written_that_change_compile_once_more(graphs: list[GraphModule]) -> None:
-    both = Both(lambda given: torch.optim.NAdam(given, weight_decay=0.1), lambda: stack(1))
-    for step in range(10):
-        for optimizer in both.optimizers:
-            optimizer.param_groups[0].update(
-                betas=(0.5 + step / 30, 0.9), weight_decay=0.1 + step / 10, eps=10.0**-step
-            )
-        both.train(1, seed=step, scheduled=True)
-    both.are_alike()
-    assert len(graphs) == 2
-
-
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("kind", [FailOnRecompileLimitHit, SpeculationLogDivergence])
 def test_an_optimizer_that_cannot_be_traced_once_more_runs_eager_and_says_so(kind: type[Exception]) -> None:
@@ -414,19 +335,6 @@ def test_what_cannot_be_compiled_runs_eager_and_says_so(make: Make, reason: str)
     assert "step" not in vars(optimizer)
     assert any("runs eager" in note and reason in note for note in program.notes)
     assert program.report["optimizer"]["form"] == "eager"
-
-
-@pytest.mark.parametrize(
-    ("device", "fused", "noted"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
-)
-def test_what_takes_the_place_of_a_fused_optimizer_on_a_gpu_says_so(
-    device: str, fused: bool, noted: bool, graphs: list[GraphModule]
-) -> None:
-    module = stack(2)
-    optimizer = torch.optim.AdamW(module.parameters(), fused=fused)
-    program = Program(module=module, optimizers=(optimizer,), device=torch.device(device))
-    Optimizer(backend=backends.COUNTING).begin(program)
-    assert any("fused=True alone may be as fast" in note for note in program.notes) == noted
 
 
 def test_an_optimizer_compiled_as_written_is_left_to_a_graph_of_the_whole_step() -> None:
@@ -492,6 +400,9 @@ def test_what_eager_steps_have_counted_on_the_host_goes_on_in_captured_ones(kind
         assert devices(optimizer.state[weight]) == {"cpu"}
 
 
+# ---- nothing silent --------------------------------------------------------------------------------------------------
+
+
 def test_the_forms_of_several_optimizers_are_reported_together(graphs: list[GraphModule]) -> None:
     module = stack(2)
     optimizers = [torch.optim.AdamW(module.layers.parameters()), torch.optim.LBFGS(module.head.parameters())]
@@ -499,9 +410,6 @@ def test_the_forms_of_several_optimizers_are_reported_together(graphs: list[Grap
     train(module, optimizers[0], 1)
     assert program.report["optimizer"]["form"] == "eager, functional"
     assert program.report["optimizer"]["tensors"] == 8
-
-
-# ---- nothing silent --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,14 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from strategies import Program, region_check
 from strategies.base import compiler_settings, eager
 from strategies.region import MAX_CHECKED, NEVER_SETTLES, Check, Region, State
-from strategies.region_check import Outcome
 from strategies.regions import compile_in_place
 from tests.strategies import backends
 from tests.strategies.backends import Fault
@@ -106,20 +102,6 @@ def test_the_first_call_is_checked_and_runs_eager_the_next_step_is_compiled() ->
     assert program.eager_parts == {}
 
 
-def test_blocks_of_a_kind_are_checked_once_and_share_their_code(graphs: list[GraphModule]) -> None:
-    blocks = [Counted() for _ in range(3)]
-    program, x_BD = compiled(*blocks, backend=backends.COUNTING), torch.randn(3, 8, requires_grad=True)
-    found = checks_of(program)
-    for _ in range(2):
-        with one_step(program):
-            for block in blocks:
-                block(x_BD).sum().backward()
-    assert len(program.kinds) == 1
-    assert [one.path for one in found] == ["0"]
-    assert [one.state for one in program.regions] == [State.COMPILED] * 3
-    assert len(graphs) == 1
-
-
 def test_unchecked_it_is_compiled_at_its_first_call() -> None:
     block = Counted()
     program = compiled(block)
@@ -128,21 +110,6 @@ def test_unchecked_it_is_compiled_at_its_first_call() -> None:
     with one_step(program):
         block(torch.randn(3, 8)).sum().backward()
     assert (Counted.eager_calls, found) == (0, [])
-
-
-def test_a_new_shape_is_checked_and_runs_eager_in_its_first_step() -> None:
-    block = Counted()
-    program = compiled(block, dynamic=False)
-    found = checks_of(program)
-    ran_eager = []
-    for rows in (3, 3, 5, 5):
-        before = Counted.eager_calls
-        with one_step(program):
-            block(torch.randn(rows, 8)).sum().backward()
-        ran_eager.append(Counted.eager_calls > before)
-    assert ran_eager == [True, False, True, False]
-    assert len(found) == 2
-    assert region(program).state is State.COMPILED
 
 
 def test_training_evaluation_and_no_gradients_are_each_checked() -> None:
@@ -154,16 +121,6 @@ def test_training_evaluation_and_no_gradients_are_each_checked() -> None:
         with one_step(program), torch.set_grad_enabled(gradients):
             block(x_BD)
     assert len(found) == 3
-
-
-def test_signatures_beyond_the_first_ones_are_left_to_audits() -> None:
-    block = Counted()
-    program = compiled(block, dynamic=True)
-    found = checks_of(program)
-    for rows in range(2, 2 + MAX_CHECKED + 4):
-        with one_step(program):
-            block(torch.randn(rows, 8)).sum().backward()
-    assert len([one for one in found if not one.audit]) == MAX_CHECKED
 
 
 @torch._dynamo.config.patch(recompile_limit=64)  # as in a run
@@ -182,22 +139,6 @@ def test_signatures_beyond_the_first_ones_that_need_code_of_their_own_are_checke
             block(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
         assert (Counted.eager_calls > before) is ran_eager
     assert len(found) == checked == MAX_CHECKED + 1
-
-
-def test_a_proven_kind_is_checked_again_when_asked() -> None:
-    blocks = [Counted() for _ in range(2)]
-    program, x_BD = compiled(*blocks), torch.randn(3, 8, requires_grad=True)
-    found = checks_of(program)
-    (kind,) = program.kinds.values()
-    for number in range(6):
-        if number >= 2:
-            kind.request_checks()
-        with one_step(program):
-            for block in blocks:
-                block(x_BD).sum().backward()
-    assert [one.audit for one in found] == [False, True, True, True, True]
-    assert {one.path for one in found[1:]} == {"0", "1"}, "from one block to the next"
-    assert all(one.state is State.COMPILED for one in program.regions)
 
 
 # ---- code that is missing for a call of a proven shape ---------------------------------------------------------------
@@ -383,20 +324,6 @@ def test_code_that_is_missing_where_a_forward_is_computed_again_is_compiled_ther
 # ---- what a check finds ----------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_users_own_is_raised_once_as_in_eager() -> None:
-    class Raises(Counted):
-        def forward(self, x_BD: Tensor) -> Tensor:
-            if not torch.compiler.is_compiling():
-                raise LookupError("the user's own")
-            return super().forward(x_BD)
-
-    program = compiled(block := Raises())
-    with one_step(program), pytest.raises(LookupError, match="the user's own"):
-        block(torch.randn(3, 8))
-    assert region(program).state is State.CHECKING
-    assert program.eager_parts == {}
-
-
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_a_difference_counts_when_it_shows_twice(which: str) -> None:
     block = Counted()
@@ -426,23 +353,6 @@ def test_a_difference_that_shows_once_is_forgotten() -> None:
     assert program.eager_parts == {}
 
 
-def test_what_uses_up_an_iterator_runs_eager_and_says_so() -> None:
-    class Draws(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stream = iter(range(100))
-
-        def forward(self, x_BD: Tensor) -> Tensor:
-            return super().forward(x_BD) * next(self.stream)
-
-    program = compiled(block := Draws())
-    with one_step(program):
-        assert torch.equal(block(torch.ones(2, 8)), torch.zeros(2, 8)), "the first of the stream"
-    assert "it cannot be checked" in program.eager_parts["0"]
-    assert "stream" in program.eager_parts["0"]
-    assert next(block.stream) == 1
-
-
 # ---- where a module is plain -----------------------------------------------------------------------------------------
 
 
@@ -460,86 +370,11 @@ def proven() -> tuple[Program, Counted]:
     return program, block
 
 
-class Sees(TorchDispatchMode):
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return operation(*args, **(kwargs or {}))
-
-
-def by_jit(block: nn.Module, x_BD: Tensor) -> Tensor:
-    return torch.jit.trace(block, (x_BD,), check_trace=False)(x_BD)
-
-
-def under_a_mode(block: nn.Module, x_BD: Tensor) -> Tensor:
-    with Sees():
-        return block(x_BD)
-
-
-def counting_flops(block: nn.Module, x_BD: Tensor) -> Tensor:
-    with FlopCounterMode(display=False) as counter:
-        result = block(x_BD)
-    assert counter.get_total_flops() > 0
-    return result
-
-
-def by_vmap(block: nn.Module, x_BD: Tensor) -> Tensor:
-    return torch.func.vmap(lambda row: block(row))(x_BD)
-
-
-def with_a_tangent(block: nn.Module, x_BD: Tensor) -> Tensor:
-    return torch.func.jvp(block, (x_BD,), (torch.ones_like(x_BD),))[0]
-
-
-def by_fx(block: nn.Module, x_BD: Tensor) -> Tensor:
-    return torch.fx.symbolic_trace(nn.Sequential(block))(x_BD)
-
-
-def forced_eager(block: nn.Module, x_BD: Tensor) -> Tensor:
-    with torch.compiler.set_stance("force_eager"):
-        return block(x_BD)
-
-
-def by_export(block: nn.Module, x_BD: Tensor) -> Tensor:
-    return torch.export.export(block, (x_BD,)).module()(x_BD)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
-@pytest.mark.parametrize(
-    "look", [by_jit, under_a_mode, counting_flops, by_vmap, with_a_tangent, by_fx, forced_eager, by_export]
-)
-def test_who_traces_counts_or_transforms_sees_the_plain_module(
-    look: Callable[[nn.Module, Tensor], Tensor], proven: tuple[Program, Counted]
-) -> None:
-    program, block = proven
-    x_BD = torch.randn(3, 8)
-    with eager(program):
-        expected = block(x_BD)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch.testing.assert_close(look(block, x_BD), expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before or look is by_export
-    assert program.eager_parts == {}
-    calls = Counted.eager_calls
-    with one_step(program):
-        block(x_BD)
-    assert Counted.eager_calls == calls, "and compiled code runs on afterwards"
-
-
 def test_within_eager_nothing_of_it_runs(proven: tuple[Program, Counted]) -> None:
     program, block = proven
     with eager(program):
         block(torch.randn(3, 8))
     assert Counted.eager_calls == 1
-
-
-def test_copies_and_pickles_of_a_module_in_force_are_plain(proven: tuple[Program, Counted]) -> None:
-    program, block = proven
-    x_BD = torch.randn(3, 8)
-    with eager(program):
-        expected = block(x_BD)
-    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
-        assert not vars(twin).get("_compiled_call_impl")
-        with torch.no_grad():
-            torch.testing.assert_close(twin(x_BD), expected)
-    assert vars(block)["_compiled_call_impl"] is region(program)
 
 
 def test_a_block_within_the_forward_of_another_region_is_its_part() -> None:
@@ -634,31 +469,6 @@ def test_blocks_of_one_class_may_reach_other_parameters_each() -> None:
         torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
-class TwoHeads(nn.Module):
-    """BERT's pooler: an output that many losses do not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.both = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
-        x_BD = self.both(x_BD)
-        return self.one(x_BD), self.two(x_BD)
-
-
-def test_weights_of_an_unused_output_have_no_gradient_as_in_eager() -> None:
-    block = TwoHeads()
-    program, x_BD = compiled(block), torch.randn(3, 8)
-    for used in (0, 0, 1, 0):
-        block.zero_grad(set_to_none=True)
-        with one_step(program):
-            block(x_BD)[used].sum().backward()
-        unused = block.two if used == 0 else block.one
-        assert [one.grad for one in unused.parameters()] == [None, None]
-        assert all(one.grad is not None for one in block.both.parameters())
-    assert region(program).state is State.COMPILED
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_computed_again_in_the_backward_a_region_does_what_it_did(reentrant: bool) -> None:
     block = Smooth()
@@ -686,37 +496,6 @@ def test_computed_again_in_the_backward_a_region_does_what_it_did(reentrant: boo
 
 
 # ---- other threads than the step's ----------------------------------------------------------------------------------
-
-
-def in_a_thread(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns or raises there."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def test_another_thread_runs_the_plain_module_once_while_a_step_is_under_way() -> None:
-    block = Counted()
-    program, x_BD = compiled(block), torch.randn(3, 8)
-    found = checks_of(program)
-    expected = block(x_BD)
-    for step in range(2):
-        calls = Counted.eager_calls
-        with one_step(program):
-            assert torch.equal(in_a_thread(lambda: block(x_BD)), expected)
-            assert Counted.eager_calls == calls + 1, "a check would run it again, and alter weights that the step uses"
-            assert len(found) == step
-            block(x_BD)
-    assert region(program).state is State.COMPILED
 
 
 def test_another_thread_never_meets_the_weights_of_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -783,15 +562,3 @@ def test_half_a_region_is_never_run_twice(parity: str) -> None:
             block(x_BD).sum().backward()
         assert (block.calls, float(block.seen)) == (number, number)
     assert "no tanh here" in program.eager_parts["0"]
-
-
-def test_checks_are_reported_with_what_they_found(proven: tuple[Program, Counted]) -> None:
-    program, block = proven
-    found = checks_of(program)
-    block.eval()
-    with one_step(program):
-        block(torch.randn(3, 8))
-    (check,) = found
-    assert isinstance(check.outcome, Outcome)
-    assert (check.path, check.kind, check.audit) == ("0", "Counted", False)
-    assert {one.kind for one in check.outcome.differences} >= {"output", "gradient"}

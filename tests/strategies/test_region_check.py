@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from strategies.region_check import check_call
 from strategies.tolerance import UNITS
-from tests.sweep import some
 
 BF16 = UNITS["bf16"]
 
@@ -119,15 +118,6 @@ def test_a_compiler_that_does_what_eager_does_passes(name: str, lowered: bool) -
         outcome = check_call(module, compiled(module), args, {}, unit=BF16 if lowered else 2.0**-24)
     assert (outcome.error, outcome.skipped, outcome.wrong) == (None, None, [])
     assert outcome.differences
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", some(["attention with dropout", "convolution", "experts", "attention"], every=2))
-def test_inductor_passes(name: str) -> None:
-    module, args = PASSING[name]()
-    outcome = check_call(module, compiled(module, "inductor"), args, {}, draws_alike=False)
-    assert (outcome.error, outcome.skipped, outcome.wrong) == (None, None, [])
-    assert outcome.how == ("draws" if "dropout" in name else "exact")
 
 
 class Scaled(torch.autograd.Function):
@@ -308,21 +298,6 @@ def test_too_little_memory_is_said() -> None:
 
     outcome = check_call(Attention(), fails, (text(),), {})
     assert outcome.skipped == "there is too little memory to run it twice"
-
-
-def test_which_weights_each_output_reaches_is_known() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(64, 2), nn.Linear(64, 3)
-
-        def forward(self, x_BSD: Tensor) -> Any:
-            return {"one": self.one(x_BSD), "rest": (self.two(x_BSD), "words", 3)}
-
-    module = Two()
-    outcome = check_call(module, compiled(module), (text(),), {})
-    assert outcome.wrong == []
-    assert outcome.reached == [{"one.weight", "one.bias"}, {"two.weight", "two.bias"}]
 
 
 # ---- nothing is left behind ------------------------------------------------------------------------------------------

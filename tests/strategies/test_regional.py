@@ -48,14 +48,6 @@ def test_blocks_and_parts_named_by_the_user_replace_the_declared_ones(
     assert len(graphs) == 2
 
 
-def test_a_submodule_named_as_block_and_as_part_is_one_region(
-    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
-) -> None:
-    program = program_of(module, declared)
-    Regional(backend=backends.COUNTING, blocks=["net.tail"], parts=["net.tail", "net.decoder.embed"]).apply(program)
-    assert [region.path for region in program.regions] == ["net.tail", "net.decoder.embed"]
-
-
 def test_blocks_of_an_undeclared_module_are_found_and_the_user_is_told(graphs: list[GraphModule]) -> None:
     module = Stack(nn.ModuleList([Block(), Block(), Block()]))
     example = torch.randn(2, 8)

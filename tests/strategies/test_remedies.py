@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 from strategies import Regional, remedies
-from strategies.remedies import REMEDIES, Remedy, functions_behind, known
+from strategies.remedies import Remedy, functions_behind
 from tests.strategies import backends
 from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
@@ -166,10 +166,3 @@ def test_functions_behind_a_result_are_those_between_it_and_its_inputs() -> None
     result = (Product.apply(inputs, inputs.sin()) + 1).sum()
     assert functions_behind([result], {"x": inputs}) == {Product}
     assert functions_behind(result.detach(), ()) == set()
-
-
-def test_a_version_has_the_faults_that_its_number_says() -> None:
-    names = {version: [one.issues[0] for one in known(version)] for version in ("2.11.0", "2.15.0")}
-    assert 193061 in names["2.11.0"]
-    assert 193061 not in names["2.15.0"]
-    assert all(one.fault and one.name and one.issues for one in REMEDIES)

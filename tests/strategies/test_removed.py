@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strategies import STRATEGIES, Auto, Background, Regional
+from strategies import Auto, Background, Regional
 from strategies.base import label, ordered
 from trainer.config import compose
 
@@ -26,9 +26,3 @@ def test_on_the_command_line_it_is_one_line(value: str, left: str, capsys: pytes
     assert label(config.compile.values()) == left
     said = capsys.readouterr().err.splitlines()
     assert [line.startswith("warning: compile.background was removed: ") for line in said] == [True]
-
-
-def test_its_options_are_unknown() -> None:
-    with pytest.raises(Exception, match=r"at_step"):
-        compose(["task=micro", "compile=background", "compile.background.at_step=3"])
-    assert [name for name, kind in STRATEGIES.items() if kind.removed] == ["background"]

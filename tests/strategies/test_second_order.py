@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from strategies import SecondOrder, Whole
+from strategies import SecondOrder
 from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 
@@ -206,14 +206,6 @@ def test_a_wrong_inner_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert module.losses == expected.losses
 
 
-def test_without_its_name_the_line_says_what_to_do() -> None:
-    batches = Heat().batches()[:8]
-    expected, _ = trained(Heat, [], batches)
-    module, compiling = trained(Heat, [Whole(backend="aot_eager")], batches)
-    assert "SecondOrder()" in str(compiling.record.eager_parts) or "second_order" in str(compiling.record.eager_parts)
-    assert module.losses == pytest.approx(expected.losses, rel=CLOSE)
-
-
 class Strained(Potential):
     """Takes a gradient by a tensor that it makes itself, too, and leaves its argument as it was, as NequIP does."""
 
@@ -253,36 +245,6 @@ def test_a_gradient_by_a_tensor_that_is_made_within_is_in_the_graph() -> None:
     assert module.losses == pytest.approx(expected.losses, rel=CLOSE)
     for one, other in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
-
-
-class Prints(Heat):
-    def residual(self, points_N2: Tensor) -> Tensor:
-        print(end="")
-        return super().residual(points_N2)
-
-
-def test_what_cannot_be_traced_runs_eager() -> None:
-    batches = Prints().batches()[:8]
-    expected, _ = trained(Prints, [], batches)
-    module, compiling = trained(Prints, [SecondOrder(functions=["residual"], backend="aot_eager")], batches)
-    assert "test_second_order.py" in compiling.record.eager_parts["residual"], "the line that stands in the way"
-    assert module.losses == expected.losses
-
-
-class Hooked(Heat):
-    """A hook that is added during the training, to the network within the method."""
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        if batch_idx == 6:
-            self.net[0].register_forward_hook(lambda module, args, output: output * 1.5)
-
-
-def test_a_hook_added_later_is_in_force_within_a_method() -> None:
-    batches = Hooked().batches()[:12]
-    expected, _ = trained(Hooked, [], batches)
-    module, compiling = trained(Hooked, [SecondOrder(functions=["residual"], backend="aot_eager")], batches)
-    assert compiling.record.eager_parts == {}
-    assert module.losses == pytest.approx(expected.losses, rel=CLOSE)
 
 
 @pytest.mark.parametrize(

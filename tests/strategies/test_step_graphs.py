@@ -30,7 +30,6 @@ from strategies.cuda_graph.step_graphs import (
     StateChanges,
     StepGraphs,
 )
-from strategies.tolerance import SINGLE, TF32, UNITS
 from tests.trainer.recording import RecordingEngine
 
 
@@ -117,13 +116,6 @@ def compared(graphs: StepGraphs, mode: str = "on", **others: Any) -> StepRecorde
     recorder = StepRecorder(torch.device("cpu"), mode, random=graphs.random)
     graphs.begin(repeating=recorder, **others)
     return recorder
-
-
-def test_every_shape_runs_before_its_capture(engine: Failing) -> None:
-    graphs = StepGraphs(engine)
-    for rows in (4, 4, 4, 3, 3, 3):
-        assert doubled(graphs, rows).tolist() == [4.0] * rows
-    assert (graphs.eager_count, graphs.captures) == (4, 2), "once before it is observed, and once while it is"
 
 
 def test_what_fails_after_it_has_run_is_not_tried_again(engine: Failing) -> None:
@@ -266,15 +258,6 @@ def together(
     return found
 
 
-def test_processes_capture_at_the_same_step() -> None:
-    engines = [Counted(), Counted()]
-    # The first process has seen shape 4 twice when the second one sees it for the first time.
-    found = together([[4, 4, 4, 4, 4], [3, 4, 4, 4, 4]], [Host(), Host()], engines)
-    assert [graphs.captures for graphs, _ in found] == [1, 1]
-    assert [graphs.replays for graphs, _ in found] == [2, 2]
-    assert engines[0].eager_calls == engines[1].eager_calls == 3
-
-
 def test_processes_repeat_a_step_that_all_have_recorded() -> None:
     hosts = [Host(), Host()]
     engines = [RecordingEngine(nn.Linear(1, 1)), RecordingEngine(nn.Linear(1, 1))]
@@ -343,35 +326,6 @@ class Faulty(RecordingEngine):
         return wrong, results
 
 
-def test_a_graph_repeats_a_recorded_step_before_it_trains_and_nothing_of_that_stays(engine: Failing) -> None:
-    graphs, host, weight = StepGraphs(engine), Host(), torch.tensor(1.0)
-    compared(graphs)
-    expected = 1.0
-    for step in range(10):
-        value = 0.1 * (step + 1)
-        multiplied(graphs, 4, host, weight=weight, value=value)
-        expected = float(torch.tensor(expected) + torch.full((4,), value).sum() * 2.0)
-        assert float(weight) == expected, step
-    assert (graphs.captures, graphs.replays, host.calls) == (1, 8, 3)
-    (audit,) = graphs.audits
-    assert (audit.passed, audit.largest, audit.first) == (True, None, True)
-    assert graphs.facts()["parity"]["verdict"] == "passed"
-
-
-def test_a_wrong_graph_trains_no_step_and_is_given_up() -> None:
-    host, weight = Host(), torch.tensor(1.0)
-    graphs = StepGraphs(Faulty(weight))
-    compared(graphs)
-    for _ in range(3):
-        multiplied(graphs, 4, host, weight=weight)
-    with pytest.raises(StateChanges, match="the replay of step on 4 differs from the step without it: weight 'weight'"):
-        multiplied(graphs, 4, host, weight=weight)
-    # Three steps, the third of which was called for its graph and once more for real.
-    assert (float(weight), host.calls, graphs.replays) == (1.0 + 3 * 16.0, 4, 0)
-    assert graphs.facts()["parity"]["verdict"] == "failed"
-    assert [one.first for one in graphs.audits] == [True, False]
-
-
 def test_a_fault_of_one_replay_is_looked_at_again_and_forgotten() -> None:
     host, weight = Host(), torch.tensor(1.0)
     engine = Faulty(weight)
@@ -383,25 +337,6 @@ def test_a_fault_of_one_replay_is_looked_at_again_and_forgotten() -> None:
         assert float(weight) == 1.0 + step * 16.0
     assert [one.passed for one in graphs.audits] == [False, True]
     assert graphs.replays > 4
-
-
-def test_an_audit_finds_what_goes_wrong_later_and_keeps_its_own_step() -> None:
-    host, weight = Host(), torch.tensor(1.0)
-    engine = Faulty(weight)
-    engine.begins = 6
-    graphs = StepGraphs(engine)
-    compared(graphs)
-    for _ in range(8):
-        multiplied(graphs, 4, host, weight=weight)
-    assert engine.count > 6
-    for _ in range(2):
-        before, calls = float(weight), host.calls
-        graphs.audit_next()
-        multiplied(graphs, 4, host, weight=weight)
-        assert (float(weight), host.calls) == (before + 16.0, calls + 1)
-        assert not graphs.done_capturing
-    with pytest.raises(StateChanges, match="differs from the step without it"):
-        multiplied(graphs, 4, host, weight=weight)
 
 
 def test_audits_go_from_graph_to_graph(engine: Failing) -> None:
@@ -459,18 +394,6 @@ def test_a_recorded_step_whose_like_does_not_come_again_is_dropped(engine: Faili
     assert MAX_RECORDS > 1
 
 
-def test_what_no_capture_permits_is_seen_before_one_is_tried(engine: Failing) -> None:
-    class Reads(Multiplies):
-        def run(self, batch: Any) -> Any:
-            return super().run(batch * float(batch.sum()))
-
-    graphs, host = StepGraphs(engine), Host()
-    for _ in range(8):
-        graphs.run("step", torch.ones(4), Reads(host), name="step")
-    assert (graphs.captures, host.calls) == (0, 8), "nothing was called in vain"
-    assert graphs.rejections == ["operation not permitted when stream is capturing"]
-
-
 def test_what_a_check_within_a_step_waits_for_is_none_of_the_steps(engine: Failing) -> None:
     class Checked(CompiledParts):
         """Compiled code that is compared with eager in some steps."""
@@ -495,18 +418,6 @@ def test_what_a_check_within_a_step_waits_for_is_none_of_the_steps(engine: Faili
     assert graphs.captures == 1
 
 
-def test_steps_left_out_run_in_python_and_graphs_stay(engine: Failing) -> None:
-    graphs, host = StepGraphs(engine), Host()
-    for _ in range(4):
-        multiplied(graphs, 4, host)
-    calls, replays = host.calls, graphs.replays
-    with graphs.left_out():
-        multiplied(graphs, 4, host)
-    assert (host.calls, graphs.replays) == (calls + 1, replays)
-    multiplied(graphs, 4, host)
-    assert (host.calls, graphs.replays) == (calls + 1, replays + 1)
-
-
 def test_a_step_left_out_of_a_rejected_shape_leaves_captured_modules_out_as_well(engine: Failing) -> None:
     class Reads(Multiplies):
         def run(self, batch: Any) -> Any:
@@ -525,13 +436,3 @@ def test_a_step_left_out_of_a_rejected_shape_leaves_captured_modules_out_as_well
     with graphs.left_out():
         graphs.run("step", torch.ones(4), Reads(host), name="step")
     assert not replayed[-1]
-
-
-@pytest.mark.parametrize("unit", [SINGLE, TF32, UNITS["16"], UNITS["bf16"]])
-def test_a_replay_that_is_one_percent_off_is_found_in_every_precision(unit: float) -> None:
-    host, weight = Host(), torch.ones(64)
-    graphs = StepGraphs(Faulty(weight))
-    graphs.begin(repeating=StepRecorder(torch.device("cpu"), "on", unit, random=graphs.random))
-    for _ in range(3):
-        multiplied(graphs, 4, host, weight=weight)
-    assert [one.passed for one in graphs.audits] == [False, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from strategies import (
     Auto,
     Buckets,
+    Cached,
     Checkpointing,
     CudaGraph,
     Dynamic,
@@ -24,7 +26,7 @@ from strategies import (
     Strategy,
     Whole,
 )
-from strategies.base import apply, compiler_settings, label, ordered
+from strategies.base import apply, compiler_settings, ordered
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,27 +87,6 @@ def test_cuda_graphs_within_cuda_graphs_are_refused_by_name(graphed: Strategy) -
     ordered([CudaGraph(), Regional(mode="max-autotune-no-cudagraphs")])
 
 
-def test_an_exclusive_strategy_tolerates_no_shared_one_beside_it() -> None:
-    @dataclass(kw_only=True, slots=True)
-    class Alone(Shared):
-        name: ClassVar[str] = "alone"
-        exclusive: ClassVar[bool] = True
-
-    with pytest.raises(ValueError, match="'alone' and 'shared'"):
-        ordered([Shared(), Alone()])
-
-
-def test_checkpointing_goes_with_what_changes_something_else_of_the_eager_module() -> None:
-    @dataclass(kw_only=True, slots=True)
-    class ChannelsLast(Shared):
-        name: ClassVar[str] = "channels_last"
-        stage: ClassVar[Stage] = Stage.ACTIVATIONS
-
-    assert label([Checkpointing(), ChannelsLast(), Regional()]) == "channels_last+checkpointing+regional"
-    with pytest.raises(ValueError, match="'checkpointing' and 'checkpointing' both act on the activations stage"):
-        ordered([Checkpointing(), Checkpointing(every=2)])
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_compiler_settings_hold_inside_and_are_restored_after(fails: bool) -> None:
     config = torch._dynamo.config
@@ -133,9 +114,19 @@ def test_what_is_no_list_of_strategies_is_refused(given: Any) -> None:
         (lambda: Checkpointing(blocks="net"), r"Checkpointing\(blocks='net'\) is a text, not a list"),
         (lambda: Whole(fullgraph="no"), r"Whole\(fullgraph='no'\) is a text, not bool"),
         (lambda: Auto(candidates="regional"), r"Auto\(candidates='regional'\) is a text, not a list"),
+        (
+            lambda: Regional(blocks=[nn.Linear]),
+            r"Regional\(blocks=\[<class .*>\]\) is not a list of names, such as \['net",
+        ),
+        (lambda: Regional(parts=nn.Linear), r"Regional\(parts=<class .*>\) is not a list of names"),
+        (lambda: Whole(backend=len), r"Whole\(backend=<built-in .*>\) is not a name: torch._dynamo.register_backend"),
+        (lambda: Buckets(count="3"), r"Buckets\(count='3'\) is a text, not int"),
+        (lambda: Checkpointing(every=[2]), r"Checkpointing\(every=\[2\]\) is not a number"),
+        (lambda: Cached(url=Path("store")), r"Cached\(url=PosixPath\('store'\)\) is not a text"),
+        (lambda: Modular(parts=["net"]), r"Modular\(parts=\['net'\]\) is not a dictionary"),
         (lambda: Auto(planned_steps="1000"), r"Auto\(planned_steps='1000'\) is a text, not int"),
     ],
 )
-def test_a_text_where_none_belongs_is_refused(make: Any, message: str) -> None:
+def test_what_is_of_another_type_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ordered([make()])

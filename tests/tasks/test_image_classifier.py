@@ -55,14 +55,6 @@ def test_convolutional_networks_are_channels_last(name: str, expected: bool) -> 
     assert all(weight.is_contiguous(memory_format=torch.channels_last) is expected for weight in weights)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "timm/test_vit"])
-def test_forward_and_loss_compile_as_one_graph(name: str, counter: CompileCounter) -> None:
-    net = ClassifierNet(build_model(name, classes=7, image_size=64))
-    net.compile(backend=counter, fullgraph=True)
-    net(*example())[0].backward()
-    assert counter.frame_count == 1
-
-
 @pytest.mark.parametrize(("name", "graphs"), [("resnet18", 7), ("timm/test_vit", 1)])
 def test_blocks_of_one_size_share_one_compile(name: str, graphs: int, counter: CompileCounter) -> None:
     # ResNet-18: one for the first stage, two for each further one, whose first block changes the width.

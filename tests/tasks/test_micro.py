@@ -116,16 +116,6 @@ def test_the_graph_breakers_branch_is_taken_by_the_data() -> None:
             torch.testing.assert_close(net(x_BD), net.tail(net.second(branch(net.first(x_BD))).relu(), None))
 
 
-def test_blocks_of_the_ragged_model_share_one_compile(counter: CompileCounter) -> None:
-    task = small("ragged")
-    net, batch = seeded(task), first_batch(task)
-    assert len(net.blocks) == 3
-    for block in net.blocks:
-        block.compile(backend=counter, fullgraph=True)
-    net(batch.inputs, batch.targets)[0].backward()
-    assert counter.frame_count == 1
-
-
 def test_the_block_gives_the_numbers_of_torchs_encoder_layer() -> None:
     torch.manual_seed(0)
     ours = TransformerBlock(32, 4, causal=False)

@@ -43,15 +43,6 @@ def test_lognormal_captions_have_such_lengths_in_tokens() -> None:
     assert max(logarithms) == math.log(256)
 
 
-def test_caption_lengths_have_a_long_tail() -> None:
-    data = opened(Captioning(data=Shapes(train_images=3000)))
-    lengths = sorted(data.train_set.lengths + 1)
-    assert lengths[0] <= 8
-    assert lengths[len(lengths) // 2] < 20
-    assert lengths[-1] > 100
-    assert data.skipped == {}
-
-
 def test_every_text_survives_the_tokenizer() -> None:
     tokenizer = train_tokenizer(["a red circle", "two squares"], vocabulary_size=300)
     for text in ("a red circle", "naïve café 猫 🙂", "tab\tand | bar"):

@@ -1,7 +1,7 @@
 """Small Lightning modules whose training step depends on ordinary Python state, as researchers write them.
 
 Each is trained in eager and captured, on the CPU (``test_captured_python_state.py``) and on a GPU (``tests/gpu``); the
-losses must be the same, step by step.
+losses must be the same, step by step. What advances state from within a step is in ``tests/promises/states.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -66,16 +65,91 @@ def case(reason: str | None) -> Callable[[type[Plain]], type[Plain]]:
     return add
 
 
+def reads(
+    name: str,
+    reason: str | None,
+    look: Callable[[Any], Any] = lambda self: 1.0,
+    put: Callable[[Any, float], Any] = lambda self, value: None,
+    make: Callable[[], dict[str, Any]] = dict,
+    given: Callable[[Any, Tensor], Tensor] = lambda self, x: x,
+) -> None:
+    """A module: ``look`` is the scale, ``put`` changes it before each step, ``make`` makes the attributes, ``given`` is
+    what the network is given in place of its input."""
+
+    def __init__(self: Any) -> None:
+        Plain.__init__(self)
+        for attribute, value in make().items():
+            setattr(self, attribute, value)
+
+    def scale(self: Any, batch_idx: int) -> Any:
+        return look(self)
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        return Plain.training_step(self, (given(self, batch[0]), batch[1]), batch_idx)
+
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        put(self, wave(self.global_step))
+
+    body = (__init__, scale, training_step, on_train_batch_start)
+    MODULES[name] = type(name, (Plain,), {one.__name__: one for one in body}), reason
+
+
+def at_step_10(name: str, change: Callable[[Any], Any], **more: Any) -> None:
+    """A module that is changed between two steps."""
+    reads(name, None, put=lambda self, value: change(self) if self.global_step == 10 else None, **more)
+
+
 def wave(step: int) -> float:
     return 1.0 + step % 7
 
 
-# ---- what does not change -------------------------------------------------------------------------------------------
+def sets(*names: str) -> Callable[[Any, float], Any]:
+    """Sets the last of ``names`` on the object that the others lead to."""
+
+    def put(self: Any, value: float) -> None:
+        setattr(functools.reduce(getattr, names[:-1], self), names[-1], value)
+
+    return put
 
 
-@case(None)
-class ReadsNothing(Plain):
-    pass
+# ---- what does not change, or now and then ---------------------------------------------------------------------------
+
+
+reads("CountsWithoutReading", None, put=sets("seen"))
+reads(
+    "HasConstantsEverywhere", None,
+    lambda self: self.weights[1] * self.names["scale"] * SCALE * SETTINGS["scale"] * Hyperparameters.scale,
+    make=lambda: {"weights": [0.5, 1.5], "names": {"scale": 2.0}},
+)  # fmt: skip
+reads(
+    "ReadsConfigurations", None,
+    lambda self: self.config.loss.scale * self.config["loss"]["kinds"][1] * self.arguments.scale,
+    make=lambda: {
+        "config": OmegaConf.create({"loss": {"scale": 2.0, "kinds": [1.0, 2.0]}}),
+        "arguments": argparse.Namespace(scale=3.0),
+    },
+)  # fmt: skip
+reads(  # what the messages advise
+    "FillsABuffer", None, lambda self: self.kl, lambda self, value: self.kl.fill_(value),
+    lambda: {"kl": nn.Buffer(torch.ones(()))},
+)  # fmt: skip
+reads(  # a schedule by epoch
+    "ChangesOnceInAWhile", None, lambda self: self.temperature,
+    lambda self, value: setattr(self, "temperature", 1.0 + self.current_epoch),
+)  # fmt: skip
+reads(
+    "SwitchesToEval", None, put=lambda self, value: self.norm.train(self.global_step < 10),
+    make=lambda: {"norm": nn.BatchNorm1d(8)}, given=lambda self, x: self.norm(x),
+)  # fmt: skip
+at_step_10("Freezes", lambda self: self.net[0].requires_grad_(False))
+at_step_10("AddsAHookLater", lambda self: self.net[0].register_forward_hook(lambda module, given, output: output * 2))
+at_step_10("ReplacesALayer", lambda self: operator.setitem(self.net, 1, nn.ReLU()))
+at_step_10("ReplacesAMethod", lambda self: setattr(self, "scale", lambda batch_idx: 3.0))
+at_step_10(
+    "SwapsTheDataOfAWeight",
+    lambda self: setattr(self.net[0].weight, "data", self.net[0].weight.data.clone() * 0.5),
+)
+at_step_10("ResetsTheOptimizer", lambda self: self.trainer.optimizers[0].state.clear())
 
 
 @case(None)
@@ -91,57 +165,6 @@ class TakesAGradientByItsBatch(Plain):
 
 
 @case(None)
-class HasConstantsEverywhere(Plain):
-    factor = 2.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights, self.names = [0.5, 1.5], {"scale": 2.0}
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.factor * self.weights[1] * self.names["scale"] * SCALE * SETTINGS["scale"] * Hyperparameters.scale
-
-
-@case(None)
-class ReadsHyperparameters(Plain):
-    """As ``save_hyperparameters`` and Hydra leave them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.save_hyperparameters({"scale": 2.0})
-        self.config = OmegaConf.create({"loss": {"scale": 2.0, "kinds": [1.0, 2.0]}})
-        self.arguments = argparse.Namespace(scale=3.0)
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.hparams.scale * self.config.loss.scale * self.config["loss"]["kinds"][1] * self.arguments.scale
-
-
-@case(None)
-class CountsWithoutReading(Plain):
-    """A callback's or hook's counter, of which the step knows nothing."""
-
-    seen = 0
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen += 1
-
-
-@case(None)
-class FillsABuffer(Plain):
-    """What the messages advise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kl", torch.ones(()))
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.kl.fill_(wave(self.global_step))
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.kl
-
-
-@case(None)
 class CachesInItsFirstStep(Plain):
     cache: Tensor | None = None
 
@@ -149,20 +172,6 @@ class CachesInItsFirstStep(Plain):
         if self.cache is None:
             self.cache = torch.full((), 2.0)
         return self.cache
-
-
-@case(None)
-class MovesATeacher(Plain):
-    """Weights that the step itself writes to, not the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(8, 8).requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            self.teacher.weight.lerp_(self.net[0].weight, 0.1)
-        return super().training_step((self.teacher(batch[0]), batch[1]), batch_idx)
 
 
 @functools.lru_cache(maxsize=4)
@@ -193,63 +202,6 @@ class CallsAMemo(Plain):
 
     def scale(self, batch_idx: int) -> Any:
         return remembered("scale") * remembered_settings("scale")["scale"]
-
-
-@case("remembered")
-class ClearsItsMemoEveryStep(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        remembered.cache_clear()
-        SETTINGS["scale"] = wave(self.global_step)
-
-    def scale(self, batch_idx: int) -> Any:
-        return remembered("scale")
-
-
-@case(None)
-class ChangesOnceInAWhile(Plain):
-    """A schedule by epoch."""
-
-    temperature = 1.0
-
-    def on_train_epoch_start(self) -> None:
-        self.temperature = 1.0 + self.current_epoch
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.temperature
-
-
-def at_step_10(name: str, change: Callable[[Any], Any]) -> None:
-    """A module that is changed between two steps."""
-
-    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 10:
-            change(self)
-
-    MODULES[name] = type(name, (Plain,), {"on_train_batch_start": on_train_batch_start}), None
-
-
-at_step_10("Freezes", lambda self: self.net[0].requires_grad_(False))
-at_step_10("AddsAHookLater", lambda self: self.net[0].register_forward_hook(lambda module, given, output: output * 2))
-at_step_10("ReplacesALayer", lambda self: operator.setitem(self.net, 1, nn.ReLU()))
-at_step_10("ReplacesAMethod", lambda self: setattr(self, "scale", lambda batch_idx: 3.0))
-at_step_10(
-    "SwapsTheDataOfAWeight",
-    lambda self: setattr(self.net[0].weight, "data", self.net[0].weight.data.clone() * 0.5),
-)
-at_step_10("ResetsTheOptimizer", lambda self: self.trainer.optimizers[0].state.clear())
-
-
-@case(None)
-class SwitchesToEval(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.norm.train(self.global_step < 10)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step((self.norm(batch[0]), batch[1]), batch_idx)
 
 
 @case(None)
@@ -283,62 +235,6 @@ class ReplacesATiedWeight(Plain):
 
 
 # ---- what changes at every step -------------------------------------------------------------------------------------
-
-
-def reads(
-    name: str,
-    reason: str,
-    look: Callable[[Any], Any],
-    put: Callable[[Any, float], Any] = lambda self, value: None,
-    make: Callable[[], dict[str, Any]] = dict,
-) -> None:
-    """A module: ``look`` is the scale, ``put`` changes it before each step, ``make`` makes the attributes."""
-
-    def __init__(self: Any) -> None:
-        Plain.__init__(self)
-        for attribute, value in make().items():
-            setattr(self, attribute, value)
-
-    def scale(self: Any, batch_idx: int) -> Any:
-        return look(self)
-
-    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
-        put(self, wave(self.global_step))
-
-    body = {"__init__": __init__, "scale": scale, "on_train_batch_start": on_train_batch_start}
-    MODULES[name] = type(name, (Plain,), body), reason
-
-
-@case("global_step")
-class PropertyReadsGlobalStep(Plain):
-    @property
-    def kl(self) -> float:
-        return wave(self.global_step)
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.kl
-
-
-@case("train_dataloader.dataset")
-class ReadsItsDataSet(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.trainer.train_dataloader.dataset.scale = wave(self.global_step)
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.trainer.train_dataloader.dataset.scale
-
-
-@case("self.drop.p")
-class ScheduledDropout(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.0)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.drop.p = 0.05 * wave(self.global_step)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step((self.drop(batch[0]), batch[1]), batch_idx)
 
 
 @dataclasses.dataclass(slots=True)
@@ -378,17 +274,20 @@ def partly() -> dict[str, Any]:
     return {"weights": weights, "look": functools.partial(list.__getitem__, weights, 0)}
 
 
-def sets(*names: str) -> Callable[[Any, float], Any]:
-    """Sets the last of ``names`` on the object that the others lead to."""
-
-    def put(self: Any, value: float) -> None:
-        setattr(functools.reduce(getattr, names[:-1], self), names[-1], value)
-
-    return put
-
-
-reads("HelperReadsGlobalStep", "self.global_step", lambda self: wave(self.global_step))
+reads("PropertyReadsGlobalStep", "global_step", lambda self: wave(self.global_step))
 reads("ReadsTheTrainer", "self.trainer.global_step", lambda self: wave(self.trainer.global_step))
+reads(
+    "ReadsItsDataSet", "train_dataloader.dataset", lambda self: self.trainer.train_dataloader.dataset.scale,
+    sets("trainer", "train_dataloader", "dataset", "scale"),
+)  # fmt: skip
+reads(
+    "ScheduledDropout", "self.drop.p", put=lambda self, value: setattr(self.drop, "p", 0.05 * value),
+    make=lambda: {"drop": nn.Dropout(0.0)}, given=lambda self, x: self.drop(x),
+)  # fmt: skip
+reads(
+    "MovesATeacher", None, put=lambda self, value: self.teacher.weight.data.lerp_(self.net[0].weight.data, 0.1),
+    make=lambda: {"teacher": nn.Linear(8, 8).requires_grad_(False)}, given=lambda self, x: self.teacher(x),
+)  # fmt: skip
 reads("AttributeSetInAHook", "self.kl", lambda self: self.kl, sets("kl"))
 reads("AttributeThroughVars", "self.kl", lambda self: vars(self)["kl"], sets("kl"))
 reads("AttributeOfASubmodule", "self.net.1.factor", lambda self: self.net[1].factor, sets("net", "1", "factor"))
@@ -397,16 +296,11 @@ reads(
     lambda self, value: self.settings["loss"][0].update(scale=value), lambda: {"settings": {"loss": [{"scale": 1.0}]}},
 )  # fmt: skip
 reads(
-    "SetContents", "self.names", lambda self: wave(len(self.names)),
-    lambda self, value: self.names.add(self.global_step), lambda: {"names": set()},
-)  # fmt: skip
-reads(
     "DequeContents", "self.recent", lambda self: sum(self.recent),
     lambda self, value: self.recent.append(value), lambda: {"recent": deque([1.0], maxlen=3)},
 )  # fmt: skip
 for name, reason, kind in (
     ("HoldsSlots", "self.held.scale", Slotted),
-    ("HoldsANamespace", "self.held['scale'] changes", functools.partial(SimpleNamespace, scale=1.0)),
     ("HoldsAConfiguration", "self.held", functools.partial(OmegaConf.create, {"scale": 1.0})),
     ("HoldsAnObject", "self.held.scale", Hyperparameters),
 ):
@@ -428,6 +322,10 @@ for name, look in (("ImportsAGlobal", imported), ("ReadsAnImportedModule", of_an
 reads(
     "ReadsAGlobalDictionary", "SETTINGS['scale']", lambda self: SETTINGS["scale"],
     lambda self, value: SETTINGS.update(scale=value),
+)  # fmt: skip
+reads(
+    "ClearsItsMemoEveryStep", "remembered", lambda self: remembered("scale"),
+    lambda self, value: (remembered.cache_clear(), SETTINGS.update(scale=value)),
 )  # fmt: skip
 reads(
     "ReadsTheEnvironment", "environment", lambda self: float(os.environ["TESTS_SCALE"]),
@@ -460,25 +358,15 @@ reads(
 )  # fmt: skip
 
 
-@case("callback_metrics")
-class ReadsALoggedMetric(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-    def scale(self, batch_idx: int) -> Any:
-        return 1.0 + self.trainer.callback_metrics.get("loss", torch.zeros(()))
-
-
-# ---- what draws, counts and tells the time --------------------------------------------------------------------------
+# ---- what draws, counts, logs and tells the time ---------------------------------------------------------------------
 
 draws = "draws random numbers on the host"
 reads("PythonsRandom", draws, lambda self: 1 + random.random())
 reads("NumpysRandom", draws, lambda self: 1 + numpy.random.rand())
-own = f"{draws} from self.generator", lambda self: 1 + self.generator.random()
-reads("OwnNumpyGenerator", *own, make=lambda: {"generator": numpy.random.default_rng(0)})
-reads("OwnPythonGenerator", *own, make=lambda: {"generator": random.Random(0)})
+reads(
+    "OwnNumpyGenerator", f"{draws} from self.generator", lambda self: 1 + self.generator.random(),
+    make=lambda: {"generator": numpy.random.default_rng(0)},
+)  # fmt: skip
 reads("TellsTheTime", "time", lambda self: 1.0 if time.time() > 0 else 2.0)
 reads(
     "ReadsAnIterator", "self.endless", lambda self: next(self.endless),
@@ -486,26 +374,49 @@ reads(
 )  # fmt: skip
 
 
-@case("changes self.last")
-class KeepsItsLastLoss(Plain):
-    last: Any = 0.0
+def after(
+    name: str, reason: str, does: Callable[[Any, Tensor], Any], make: Callable[[], dict[str, Any]] = dict
+) -> None:
+    """A module that does something with its loss; what that returns, if anything, is the loss."""
+    reads(name, reason, make=make)
+    kind, _ = MODULES[name]
+    plain = kind.training_step
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx) + 0.1 * self.last
-        self.last = loss.detach()
-        return loss
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss = plain(self, batch, batch_idx)
+        result = does(self, loss)
+        return result if isinstance(result, Tensor) else loss
+
+    kind.training_step = training_step  # type: ignore[method-assign]
 
 
-@case("entries of self.losses")
-class AppendsLosses(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
+def with_the_last_one(self: Any, loss: Tensor) -> Tensor:
+    loss, self.last = loss + 0.1 * self.last, loss.detach()
+    return loss
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach())
-        return loss
+
+def with_what_was_logged(self: Any, loss: Tensor) -> Tensor:
+    self.log("loss", loss)
+    return loss * (1.0 + self.trainer.callback_metrics.get("loss", torch.zeros(())))
+
+
+def averaged(self: Any, loss: Tensor) -> None:
+    self.accuracy.update(loss.detach())
+    self.log("mean", self.accuracy)
+
+
+def mean_metric() -> dict[str, Any]:
+    from torchmetrics import MeanMetric
+
+    return {"accuracy": MeanMetric()}
+
+
+after("KeepsItsLastLoss", "changes self.last", with_the_last_one, lambda: {"last": 0.0})
+after("AppendsLosses", "entries of self.losses", lambda self, loss: self.losses.append(loss.detach()),
+      lambda: {"losses": []})  # fmt: skip
+after("CountsInAMetric", "changes self.accuracy", averaged, mean_metric)
+after("ReadsALoggedMetric", "callback_metrics", with_what_was_logged)
+after("LogsToTheLogger", "use self.log", lambda self, loss: self.logger and self.logger.log_metrics({"loss": 1.0}))
 
 
 @case("changes global SCALE")
@@ -516,26 +427,10 @@ class CountsInAGlobal(Plain):
         return SCALE
 
 
-@case("changes self.accuracy")
-class CountsInAMetric(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        from torchmetrics import MeanMetric
-
-        self.accuracy = MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.accuracy.update(loss.detach())
-        self.log("mean", self.accuracy)
-        return loss
-
-
 @case("a backward hook on net.0")
 class HasABackwardHook(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
         self.net[0].register_full_backward_hook(lambda *_: None)
 
 
@@ -546,34 +441,12 @@ class HasAGradientHook(Plain):
         self.net[0].weight.register_hook(lambda gradient: gradient * wave(self.global_step))
 
 
-@case("use self.log")
-class LogsToTheLogger(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if self.logger is not None:
-            self.logger.log_metrics({"loss": 1.0})
-        return loss
-
-
 class SetsKl(L.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         pl_module.kl = wave(trainer.global_step)
 
 
-@case("self.kl")
-class AttributeSetByACallback(Plain):
-    kl = 1.0
-
-    def scale(self, batch_idx: int) -> Any:
-        return self.kl
-
-
+reads("AttributeSetByACallback", "self.kl", lambda self: self.kl)
+reads("HasALambdaCallback", "LambdaCallback.on_after_backward")
 CALLBACKS["AttributeSetByACallback"] = SetsKl
-
-
-@case("LambdaCallback.on_after_backward")
-class HasALambdaCallback(Plain):
-    pass
-
-
 CALLBACKS["HasALambdaCallback"] = lambda: LambdaCallback(on_after_backward=lambda trainer, module: None)

@@ -225,7 +225,7 @@ class Recorded(Strategy):
         engine = self.engine(program.module)
         program.step = StepGraphs(engine)
         if self.scope != "step":
-            program.network = NetworkGraphs(engine, torch.device("cpu"), wanted=self.scope == "network")
+            program.network = NetworkGraphs(engine, program, wanted=self.scope == "network")
             program.step.given_up = self.scope == "network"
 
     def end(self, program: Program) -> None:

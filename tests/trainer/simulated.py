@@ -21,7 +21,6 @@ from strategies import STRATEGIES, Program, Regional, Strategy, Whole
 from strategies.modules import Auto
 from trainer.auto import chooser
 from trainer.auto.chooser import Chooser
-from trainer.auto.rule import Timings
 from trainer.telemetry.meter import Step
 
 AGAIN = 0.3
@@ -113,13 +112,15 @@ class Simulation:
         self._module: str | None = None
         self.chooser = Chooser(auto, self.loop, self.program, self.telemetry, self.switch)
         self.chosen = ""
-        count_kinds = self.chooser._count_kinds
+        expect_compiles = self.chooser._expect_compiles
 
-        def count() -> None:
-            count_kinds()
-            self.chooser._timings.layers = dict(self.workload.layers)
+        def expect() -> None:
+            expect_compiles()
+            for module, graphs in (("regional", self.workload.kinds), ("whole", 1)):
+                layers = self.workload.layers.get(module, 0.0)
+                self.chooser._timings.compiling[module] = 2.0 + 2.0 * graphs + 0.35 * layers
 
-        self.chooser._count_kinds = count  # type: ignore[method-assign]
+        self.chooser._expect_compiles = expect  # type: ignore[method-assign]
 
     @property
     def seconds(self) -> float:
@@ -223,9 +224,14 @@ def steps_take(monkeypatch: pytest.MonkeyPatch, backend: str = "eager", /, **sec
     """In real trainings: candidates compile for ``backend``, ``regional`` first, are judged within a few steps, and
     steps count as if they took the seconds given for the module strategy and capture that train
     (``regional__cuda_graph=0.5``)."""
-    monkeypatch.setattr(Timings, "_bound_of_compile", lambda known, module: {"regional": 1.0, "whole": 20.0}[module])
-    monkeypatch.setattr("trainer.auto.rule.SAVED_MORE", 0.0)
-    monkeypatch.setattr("trainer.auto.rule.SAVED_MORE_BY_BLOCKS", 0.0)
+    expect_compiles = Chooser._expect_compiles
+
+    def expect(self: Chooser) -> None:
+        expect_compiles(self)
+        self._timings.compiling = {"regional": 1.0, "whole": 1e9, "second_order": 1e9}
+
+    monkeypatch.setattr(Chooser, "_expect_compiles", expect)
+    monkeypatch.setattr("trainer.auto.rule.PAYS", 1e-3)
     kinds: dict[str, Any] = {kind.name: functools.partial(kind, backend=backend) for kind in (Regional, Whole)}
     monkeypatch.setattr(chooser, "STRATEGIES", {**STRATEGIES, **kinds})
     for name, value in FEW_STEPS.items():
@@ -233,12 +239,13 @@ def steps_take(monkeypatch: pytest.MonkeyPatch, backend: str = "eager", /, **sec
     real = Chooser._note_step
 
     def note_step(self: Chooser) -> None:
-        before = len(self._steps)
+        steps = self._trial.steps
+        before = len(steps)
         real(self)
-        for place in range(before, len(self._steps)):
-            one, given = self._steps[place], seconds[self._on.name.replace("+", "__")]
+        for place in range(before, len(steps)):
+            one, given = steps[place], seconds[self._trial.arm.name.replace("+", "__")]
             timed = dataclasses.replace(one.step, seconds=given, laps=[])
-            self._steps[place] = dataclasses.replace(one, step=timed, host_seconds=0.0)
+            steps[place] = dataclasses.replace(one, step=timed, host_seconds=0.0)
 
     monkeypatch.setattr(Chooser, "_note_step", note_step)
 

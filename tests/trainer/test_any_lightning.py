@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import signal
 import traceback
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
 from strategies import Regional, Strategy, Whole
-from tests.strategies import backends
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, Losses, fit, quiet_trainer
 from trainer.callback import Compile
-from trainer.telemetry.telemetry import Telemetry
 
 
 @pytest.mark.parametrize(
@@ -51,12 +48,6 @@ def test_a_strange_module_trains_compiled_with_the_same_losses(
     assert {name: getattr(torch._dynamo.config, name) for name in settings} == settings
 
 
-def test_eager_is_measured_by_the_same_callback(tmp_path: Path) -> None:
-    compile_ = Compile(warmup_steps=1)
-    assert fit(Blocks(), tmp_path, [compile_]) == fit(Blocks(), tmp_path, [])
-    assert (compile_.record.label, compile_.record.steady_steps, compile_.record.graphs) == ("eager", 5, None)
-
-
 def test_a_traceback_of_the_users_step_is_lightnings_own(tmp_path: Path) -> None:
     class Fails(Blocks):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -84,14 +75,6 @@ def test_a_loss_may_be_a_row_of_one_number(tmp_path: Path) -> None:
         assert compile_.record.final_loss == pytest.approx(sum(eager[-2:]) / 2)
 
 
-def test_figures_of_batches_that_nobody_counts_are_none(tmp_path: Path) -> None:
-    compile_ = Compile(warmup_steps=1)
-    fit(Blocks(), tmp_path, [compile_])
-    assert compile_.record.steady_steps_per_second
-    for name in ("samples_per_second", "tokens_per_second", "useful_tokens_per_second", "teraflops_per_second"):
-        assert getattr(compile_.record, name) is None, name
-
-
 def test_batches_are_counted_by_the_function_that_is_given(tmp_path: Path) -> None:
     compile_ = Compile(warmup_steps=1, count=lambda batch: (len(batch[0]), None, None, None))
     fit(Blocks(), tmp_path, [compile_])
@@ -106,8 +89,11 @@ def test_batches_are_counted_by_the_function_that_is_given(tmp_path: Path) -> No
         ({"whole": ["nope"]}, "whole: 'nope' matches no submodule"),
         ({"whole": "layers"}, r"whole='layers' is a text, not a list: write \['layers'\]"),
         ({"blocks": "layers"}, r"blocks='layers' is a text, not a list"),
+        ({"parts": [torch.nn.Linear]}, r"parts=\[<class .*>\] is not a list of names, such as \['net.layers'\]"),
         ({"ragged": ["0"]}, r"ragged=\['0'\]: each is \(name, dimension, padding, extra\)"),
         ({"ragged": [("0",)]}, r"ragged=\[\('0',\)\]: each is"),
+        ({"ragged": [("0", "1")]}, r"ragged=\[\('0', '1'\)\]: each is"),
+        ({"count": 3}, "count=3 is not a function of a batch"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must be at least 0"),
         ({"count": lambda batch: 3}, "count returned 3: it has to return a tuple of four"),
     ],
@@ -163,50 +149,6 @@ def test_what_is_compiled_already_is_left_to_that(make: Any, theirs: str, left: 
     assert theirs or "layers.0 runs as written: layers.0 is compiled by torch.compile already" in record.notes
 
 
-def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
-    compile_ = Compile(warmup_steps=1, count=lambda batch: (len(batch[0]), None, None, None))
-    losses = fit(Blocks(), tmp_path, [compile_], accumulate_grad_batches=2, max_steps=3)
-    assert len(losses) == 6
-    assert (compile_.record.steps, compile_.record.steady_steps) == (3, 2)
-    # Lightning hands over each loss divided by the number of batches: their sum is the step's.
-    assert compile_.record.final_loss == pytest.approx(sum(losses[-2:]))
-
-
-def test_one_callback_serves_two_fits(tmp_path: Path) -> None:
-    module, compile_ = Blocks(), Compile([Regional(backend=backends.COUNTING)])
-    backends.graphs.clear()
-    fit(module, tmp_path, [compile_])
-    assert len(backends.graphs) == 1
-    fit(module, tmp_path, [compile_])
-    assert len(backends.graphs) == 1, "what was compiled serves again"
-    assert compile_.record.regions == 3
-
-
-def test_figures_are_kept_when_a_second_data_worker_is_found_dead_while_they_are_filled_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # torch raises it from a signal handler, wherever the main thread is.
-    deaths = [RuntimeError(f"DataLoader worker (pid {pid}) is killed by signal: Terminated.") for pid in (1, 2)]
-    fill = Telemetry.fill
-
-    def dying(*given: Any, **named: Any) -> None:
-        if deaths:
-            raise deaths.pop(0)
-        fill(*given, **named)
-
-    monkeypatch.setattr(Telemetry, "fill", dying)
-    compile_ = Compile(warmup_steps=1)
-    with pytest.raises(RuntimeError, match="pid 1"):
-        fit(Blocks(), tmp_path, [compile_])
-    assert compile_.record.steps == 6
-
-
-def test_lightnings_own_demo_is_compiled_whole() -> None:
-    compile_ = Compile([Whole(backend="aot_eager")], save=False)
-    assert demo([compile_]) == pytest.approx(demo([]), rel=FLOOR)
-    assert (compile_.record.regions, compile_.record.regions_compiled) == (1, 1)
-
-
 def demo(callbacks: list[L.Callback], module: L.LightningModule | None = None) -> list[float]:
     losses = Losses()
     L.seed_everything(0, verbose=False)
@@ -260,9 +202,3 @@ def test_a_curve_of_the_modules_own_is_not_mixed_with_ours(tmp_path: Path) -> No
             return [row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]]
 
     assert logged(Compile(warmup_steps=1)) == logged()
-
-
-def test_signals_are_left_to_the_project(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    fit(Blocks(), tmp_path, [Compile()])
-    assert signal.getsignal(signal.SIGINT) is before

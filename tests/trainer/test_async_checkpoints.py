@@ -14,12 +14,9 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from tests.trainer.runs import last_checkpoint, train
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.telemetry.serialization import written_whole
-
-ASYNC = ("trainer.async_checkpoints=true", "trainer.max_steps=4", "trainer.checkpoint_every_n_steps=1")
 
 
 @pytest.fixture
@@ -67,15 +64,6 @@ def test_shards_of_one_shape_are_not_taken_for_one_tensor(tmp_path: Path) -> Non
         distributed.destroy_process_group()
     assert [float(one.to_local()[0, 0]) for one in host.values()] == [1, 2, 1]
     assert host["tied"] is host["1.0"]
-
-
-def test_a_run_leaves_the_checkpoint_of_one_that_waits(tmp_path: Path) -> None:
-    for name, given in (("waits", ASYNC[1:]), ("async", ASYNC)):
-        assert train(tmp_path / name, *given, task="micro").status == "finished"
-    waits, asynchronous = (last_checkpoint(tmp_path / name) for name in ("waits", "async"))
-    assert waits["global_step"] == asynchronous["global_step"] == 4
-    torch.testing.assert_close(asynchronous["state_dict"], waits["state_dict"], rtol=0, atol=0)
-    torch.testing.assert_close(asynchronous["optimizer_states"], waits["optimizer_states"], rtol=0, atol=0)
 
 
 def test_the_end_of_a_trainer_waits_and_hides_no_error(tmp_path: Path) -> None:

@@ -193,14 +193,6 @@ def test_a_second_run_of_the_same_program_begins_with_what_was_best(
     assert compile_.record.report["auto"]["remembered"] is None, "another precision is another program"
 
 
-def test_a_short_run_stays_eager_and_compiles_nothing(tmp_path: Path) -> None:
-    record = train(tmp_path, strategy="auto")
-    assert (record.status, record.label, record.report["auto"]["chosen"]) == ("finished", "auto", "eager")
-    assert (record.graphs, record.compile_seconds) == (0, None)
-    assert record.preparation_seconds is None
-    assert record.final_loss == train(tmp_path / "eager", strategy="eager").final_loss
-
-
 def test_it_goes_with_buckets_and_with_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps_take(monkeypatch, eager=1.0, regional=0.5)
     many = (f"compile.auto.planned_steps={LONG}", "compile.auto.candidates=[regional]", "task.data.pad_to=null")
@@ -212,23 +204,11 @@ def test_it_goes_with_buckets_and_with_validation(tmp_path: Path, monkeypatch: p
     )
 
 
-@pytest.mark.parametrize("other", [Whole(), Regional()], ids=["whole", "regional"])
-def test_it_chooses_alone_how_modules_are_compiled(other: Any) -> None:
-    with pytest.raises(ValueError, match=r"'auto' and '.*' both act on the module stage"):
-        Compile([Auto(), other])
-
-
 def test_wrong_options_are_named() -> None:
     with pytest.raises(ValueError, match="'regionel' is not one of "):
         Auto(candidates=["regionel"])
     with pytest.raises(ValueError, match=r"^Auto\(planned_steps=0\) must be at least 1$"):
         Auto(planned_steps=0)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
-def test_graphs_that_are_asked_for_beside_it_still_need_a_cuda_device() -> None:
-    with pytest.raises(ValueError, match=r"CudaGraph: .* CUDA"):
-        Compile([Auto(), CudaGraph()])
 
 
 def test_another_fit_goes_on_with_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

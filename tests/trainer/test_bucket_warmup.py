@@ -121,13 +121,6 @@ def test_every_shape_comes_first_and_nothing_compiles_after_them(kind: type[Tagg
     assert compile_.record.steps == 12
 
 
-def test_a_smaller_last_batch_compiles_when_it_comes(tmp_path: Path) -> None:
-    compile_ = callback()
-    module = trained(tmp_path, compile_, lengths=[*LENGTHS, 3, 2])
-    assert compile_.record.report["warming"]["shapes"] == ["4 x 8", "4 x 4"]
-    assert len(module.widths) == compile_.record.steps == 12
-
-
 def test_a_recompile_after_that_is_an_error_that_says_where_and_why(tmp_path: Path) -> None:
     compile_ = callback()
     said = r"^Buckets\(on_recompile=\"fail\"\): .*in training step 9: .*(mismatch|grad_mode).*\(.*:\d+ Words"
@@ -191,36 +184,6 @@ def test_the_first_batches_of_each_planned_shape_may_compile() -> None:
     one.train(4, rows=2, compiles=True)
     with pytest.raises(RecompileError):
         one.train(4, rows=2, compiles=True)
-
-
-@pytest.mark.parametrize(("width", "rows"), [(4, 4), (8, 4), (11, 4), (8, 3)])
-def test_no_other_batch_may_once_all_shapes_have_come(width: int, rows: int) -> None:
-    one = Guarded()
-    one.train(11, compiles=True)
-    for edge in (8, 4, 8, 4):
-        one.train(edge, compiles=True)
-    one.train(width, rows=rows)
-    with pytest.raises(
-        RecompileError, match=r"^compile\.buckets\.on_recompile=fail: compiled after all planned shapes"
-    ):
-        one.train(width, rows=rows, compiles=True)
-
-
-def test_the_first_steps_of_the_optimizer_may_compile_in_whichever_batch_they_come() -> None:
-    one = Guarded()
-    for edge in (8, 4) * 4:
-        one.train(edge, stepped=False)
-    one.train(8, compiles=True)
-    one.train(8, compiles=True)
-    with pytest.raises(RecompileError):
-        one.train(8, compiles=True)
-
-
-def test_what_compiles_between_batches_is_none_of_its_business() -> None:
-    one = Guarded()
-    for edge in (8, 4) * 4:
-        one.train(edge)
-        one.compiler.compilations += 1
 
 
 def test_a_validation_may_compile_once() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from strategies import Buckets, Dynamic, Strategy
@@ -120,26 +120,12 @@ def test_lengths_that_the_data_set_does_not_know_are_measured_once(
         assert data.train_set.read < 2 * 80 + 40, "the second run measured nothing"
 
 
-def test_worker_processes_pad_too() -> None:
-    alone, _ = train()
-    with_workers, compile_ = train(TextData(workers=2))
-    assert with_workers.trained == alone.trained
-    assert compile_.record.report["buckets"]["unexpected_training_batches"] == 0
-
-
 def test_lengths_that_a_data_set_has_are_one_for_each_example() -> None:
     texts = TextsWithLengths(10)
     assert known_lengths(Texts(3)) is None
     texts.lengths.append(1)
     with pytest.raises(ValueError, match=r"TextsWithLengths\.lengths must hold one length for each of 10 examples"):
         known_lengths(texts)
-
-
-def test_a_sanity_check_that_comes_before_the_training_data_changes_nothing() -> None:
-    without, _ = train(max_steps=4)
-    with_check, compile_ = train(max_steps=4, num_sanity_val_steps=1)
-    assert with_check.trained == without.trained
-    assert with_check.validated[0][0] in compile_.record.report["buckets"]["edges"]
 
 
 def test_a_trainer_that_only_validates_pads_by_the_data_at_hand() -> None:
@@ -240,12 +226,6 @@ def test_a_loader_that_lightning_reloads_every_epoch_is_grouped_again() -> None:
     assert compile_.record.report["buckets"]["drawn_batches"] == len(once.trained) // 2
 
 
-def test_a_loader_that_a_learning_rate_finder_sets_up_again_is_grouped_again(tmp_path: Path) -> None:
-    finder = LearningRateFinder(num_training_steps=4, early_stop_threshold=None, update_attr=False)
-    module = fit(TextData(), [finder, with_(Buckets())], max_steps=3, default_root_dir=tmp_path)
-    assert [names for _, names, _ in module.trained[4:]] == [names for _, names, _ in module.trained[:3]]
-
-
 def test_the_users_own_loader_stays_as_it_was() -> None:
     data = TextData()
     loaders = data.train_dataloader(), data.val_dataloader()
@@ -255,12 +235,6 @@ def test_the_users_own_loader_stays_as_it_was() -> None:
     plain = fit(data, [], max_steps=2, val_check_interval=2)
     assert plain.trained != first.trained
     assert plain.validated != first.validated
-
-
-def test_overfitting_repeats_its_batches() -> None:
-    module, _ = train(max_steps=6, overfit_batches=2)
-    names = [names for _, names, _ in module.trained]
-    assert names[:2] == names[2:4] == names[4:]
 
 
 @pytest.mark.parametrize("tokens", [None, 160])

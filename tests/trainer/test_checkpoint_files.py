@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import random
 import zipfile
@@ -19,11 +18,11 @@ import torch
 
 from tests.trainer.runs import train
 from trainer.callback import Compile
-from trainer.checkpoint_files import find_checkpoint
-from trainer.checkpoints import PARTS, Checkpoints, FiniteLosses, open_checkpoint, random_states, restore_own
+from trainer.checkpoints import Checkpoints, FiniteLosses, open_checkpoint, random_states, restore_own
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.process import StopRequest
+from trainer.run_files import find_checkpoint
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.serialization import written_whole
 
@@ -51,24 +50,6 @@ def test_a_write_that_fails_midway_leaves_the_old_checkpoint_whole(
         AtomicCheckpointIO().save_checkpoint({"global_step": 2}, path)
     assert torch.load(path)["global_step"] == 1
     assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
-
-
-def test_a_record_that_cannot_be_written_leaves_the_old_one_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = RunRecord(task="captioning")
-    record.save(tmp_path)
-
-    def fail(values: object, file: Any, **_: object) -> None:
-        file.write('{"task": ')
-        raise OSError("No space left on device")
-
-    record.status = "finished"
-    with monkeypatch.context() as patch:
-        patch.setattr(json, "dump", fail)
-        with pytest.raises(OSError, match="No space left"):
-            record.save(tmp_path)
-    assert RunRecord.load(tmp_path).status == "running"
 
 
 def test_a_checkpoint_is_found_by_run_folder_or_file(run_dir: Path) -> None:
@@ -202,16 +183,6 @@ def test_random_states_are_put_back_from_a_file(tmp_path: Path, version: str) ->
 
 def process(rank: int, *, of: int) -> Any:
     return SimpleNamespace(global_rank=rank, world_size=of, global_step=5)
-
-
-def test_a_checkpoint_that_was_written_without_checksums_is_read(tmp_path: Path) -> None:
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save({**dict.fromkeys(PARTS), "global_step": 3}, tmp_path / "last.ckpt")
-    finally:
-        torch.serialization.set_crc32_options(before)
-    assert open_checkpoint(tmp_path / "last.ckpt")["global_step"] == 3
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_is_named_with_the_file(

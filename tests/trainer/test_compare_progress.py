@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from strategies import Regional, Whole
 from tests.trainer.lightning_modules import Blocks, fit
 from trainer.callback import Compile
-from trainer.console import ProgressView
 from trainer.process import process_settings
 from trainer.settings import TrainerConfig
 from trainer.telemetry import compiler
@@ -138,22 +134,6 @@ def test_a_warning_of_ours_is_one_line_and_those_of_others_say_where() -> None:
         assert warnings.formatwarning("slow", UserWarning, str(compiler.__file__), 1) == "warning: slow\n"
         assert "UserWarning: slow" in warnings.formatwarning("slow", UserWarning, __file__, 1)
     assert warnings.formatwarning is before
-
-
-def test_a_live_display_lets_the_line_through(monitor: CompilerMonitor) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    compiler = SimpleNamespace(compiling=None)
-    telemetry: Any = SimpleNamespace(
-        phase="training",
-        compiler=compiler,
-        steps_done=1,
-        meter=SimpleNamespace(steps_per_second=None, last_loss=None),
-        units=("step", "steps"),
-    )
-    with ProgressView(console, style="live", total=3, telemetry=lambda: telemetry):
-        monitor.unreported.append(recompile())
-        monitor.report(warm=True)
-    assert "compile: compiled again in step 9" in console.file.getvalue()
 
 
 def test_a_healthy_run_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

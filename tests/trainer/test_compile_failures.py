@@ -16,7 +16,6 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
 
 from strategies import STRATEGIES, Regional, Whole
-from strategies.compile_errors import one_line
 from tests.strategies import backends
 from tests.sweep import MARK
 from tests.trainer.lightning_modules import Blocks, fit
@@ -151,24 +150,6 @@ def test_regions_may_join_in_the_first_steps(strategy: Any, tmp_path: Path) -> N
     assert (record.ended_in_eager, record.eager_parts) == (False, {})
 
 
-def test_a_region_that_is_not_compiled_beside_others_that_are_is_noted(tmp_path: Path) -> None:
-    class Unused(Blocks):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = Spare()
-
-    compile_ = Compile([Regional(backend="aot_eager", blocks=["layers"], parts=["unused"])])
-    with pytest.warns(UserWarning, match=r"not compiled.*unused"):
-        fit(Unused(), tmp_path, [compile_])
-    assert (compile_.record.regions, compile_.record.regions_compiled) == (4, 3)
-    assert any("not compiled" in note and "unused" in note for note in compile_.record.notes)
-
-
-class Spare(torch.nn.Module):
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return x_BD
-
-
 def failing() -> Iterator[Any]:
     """Each strategy with one of its two compiles; ``./check --all`` with both."""
     for number, strategy in enumerate(MODULE_STRATEGIES):
@@ -262,16 +243,3 @@ def test_hooks_of_lightnings_profiler_are_named(tmp_path: Path) -> None:
     fit(Blocks(), tmp_path, [without], profiler=PyTorchProfiler(record_module_names=False))
     assert not without.record.eager_parts
     assert without.record.regions_compiled == without.record.regions
-
-
-def test_the_compilers_settings_are_restored_after_a_failure(tmp_path: Path) -> None:
-    before = torch._dynamo.config.recompile_limit
-    train(tmp_path, strategy="regional", backend=backends.BROKEN_FORWARD, task="micro")
-    assert torch._dynamo.config.recompile_limit == before
-
-
-def test_an_error_of_thousands_of_words_is_cut() -> None:
-    keys = ", ".join(f'"layers.{place}.weight"' for place in range(500))
-    line = one_line(RuntimeError(f"Error(s) in loading state_dict:\n  Missing key(s): {keys}"))
-    assert len(line) < 450
-    assert '"layers.0.weight"' in line

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from strategies import Regional
 from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
-from trainer.telemetry.compiler import CompilerMonitor, Compiling
+from trainer.telemetry.compiler import CompilerMonitor
 from trainer.telemetry.record import Event
 
 HERE = str(Path(__file__).resolve())
@@ -67,19 +67,6 @@ class OfWidths(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def test_what_is_left_of_compiling_follows_from_what_it_took_so_far() -> None:
-    def left(number: int, seconds: float, before: float) -> float | None:
-        return Compiling(number, 4, seconds, before).seconds_left
-
-    assert left(1, 30.0, 0.0) is None, "nothing is known of the first one"
-    assert left(2, 0.0, 10.0) == 30, "this one and two more"
-    assert left(2, 4.0, 10.0) == 26
-    assert left(2, 20.0, 10.0) == 30, "it takes longer than the first one, and so may the others"
-    assert left(3, 0.0, 30.0) == 30, "the next one goes on from there"
-    assert left(5, 0.0, 60.0) is None, "one more than was expected"
-    assert Compiling(2, None, 4.0, 10.0).seconds_left is None
 
 
 def new(watch: CompilerMonitor) -> list[Event]:
@@ -136,51 +123,6 @@ def test_a_recompile_names_the_guard_that_failed_and_the_function(watch: Compile
     assert event.location == f"{HERE}:{line_of(doubles, 'def doubles')} doubles"
     assert event.step == 9
     assert (watch.figures().recompiles, watch.figures().graphs) == (1, 2)
-
-
-def test_what_runs_out_of_recompiles_is_a_fallback(watch: CompilerMonitor) -> None:
-    with torch._dynamo.config.patch(recompile_limit=2):
-        compiled = torch.compile(doubles, backend="eager", dynamic=False)
-        for size in range(3, 7):
-            compiled(torch.ones(size))
-    fallbacks = [event for event in new(watch) if event.kind == "fallback"]
-    assert fallbacks
-    assert "recompile_limit" in fallbacks[0].reason
-    assert HERE in fallbacks[0].location
-
-
-def test_of_a_very_long_reason_the_record_has_the_beginning(watch: CompilerMonitor) -> None:
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        raise RuntimeError("C++ compile error" + " warning" * 20_000)
-
-    with pytest.raises(RuntimeError):
-        torch.compile(doubles, backend=backend)(torch.ones(3))
-    (event,) = [event for event in new(watch) if event.kind == "fallback"]
-    assert "C++ compile error" in event.reason
-    assert len(event.reason) <= 10_000
-
-
-def test_compilations_and_their_seconds_are_counted(watch: CompilerMonitor) -> None:
-    assert watch.figures().compile_seconds is None, "nothing was compiled yet"
-    compiled = torch.compile(doubles, backend="aot_eager")
-    compiled(torch.ones(3, requires_grad=True)).sum().backward()
-    first = watch.compilations
-    assert first >= 1
-    assert watch.compiling_seconds is None
-    assert watch.figures().compile_seconds > 0
-    compiled(torch.ones(3, requires_grad=True)).sum().backward()
-    assert watch.compilations == first
-
-
-def test_seconds_since_a_compile_began_can_be_asked_while_it_lasts(watch: CompilerMonitor) -> None:
-    asked: list[float | None] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        asked.append(watch.compiling_seconds)
-        return graph.forward
-
-    torch.compile(doubles, backend=backend)(torch.ones(3))
-    assert asked[0] >= 0
 
 
 def test_figures_count_from_the_start_of_the_watch_to_its_stop(watch: CompilerMonitor) -> None:

@@ -65,6 +65,7 @@ SMALL_AND_LARGE: dict[str, Any] = {
 SUMMARIES: dict[str, dict[str, Any]] = {
     "compiled, nothing known": COMPILED,
     "eager, nothing known": {},
+    "two processes, stopped before a steady step": {"world_size": 2, "padded_share": 0.3},
     "small and large figures": SMALL_AND_LARGE,
     "eager": {"steps": 4, "warmup_seconds": 1.0, "warmup_steps": 2},
     "what compiling cost": COST,
@@ -75,6 +76,8 @@ SUMMARIES: dict[str, dict[str, Any]] = {
     "parity": {"report": {"parity": PASSED}, **COMPILED},
     "parity of draws": {"report": {"parity": {**PASSED, "how": ["exact", "seeds"]}}, **COMPILED},
     "parity of nothing": {"report": {"parity": {**PASSED, "worst": {}}}, **COMPILED},
+    "parity of an input": {"report": {"parity": {**PASSED, "worst": {"gradient of": NEAREST["gradient"]}}}, **COMPILED},
+    "parity of one check": {"report": {"parity": {**PASSED, "checks": 1}}, **COMPILED},
     "what strategies found": {
         "report": {
             "cuda_graph": {
@@ -141,6 +144,10 @@ def resumable(status: str) -> RunRecord:
 
 ENDS: dict[str, tuple[Callable[[], RunRecord], str | None, dict[str, Any]]] = {
     "a run that has much to say": (eventful, "outputs/captioning/regional/2026-11-27_22-58-49", {}),
+    "a profile that was asked for": (
+        lambda: RunRecord(task="captioning", report={"profile": {"idle_share": 0.3, "trace": "profile/trace.json.gz"}}),
+        "outputs", {},
+    ),
     "all of it": (eventful, "outputs", {"full": True}),
     "a script that was interrupted": (
         lambda: RunRecord(task="Mine", status="interrupted", script="mine.py"), "of a script", {},
@@ -232,16 +239,6 @@ def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: C
     assert compiling.startswith("compiling graph 2 of about 12, some 40 s left: ")
     assert "step 0/200" in compiling
     assert training.startswith("training: step 7/200 12.50 steps/s · loss 2.345")
-
-
-@pytest.mark.parametrize("width", [60, 120])
-def test_the_live_line_fits_its_terminal(width: int) -> None:
-    console, telemetry = Console(file=io.StringIO(), force_terminal=True, width=width), cast(Any, FakeTelemetry())
-    with ProgressView(console, style="auto", total=2000, telemetry=lambda: telemetry):
-        pass
-    shown = cast(io.StringIO, console.file).getvalue()
-    assert "/2000" in shown
-    assert "…" not in shown
 
 
 def test_the_bar_is_as_wide_as_the_terminal_and_says_what_it_counts() -> None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.trainer.clock import CLOCK, Clock
+from tests.trainer.clock import CLOCK
 from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from trainer.callback import Compile
 from trainer.console import summary
-from trainer.telemetry.meter import Step, StepClock
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -66,13 +65,6 @@ def test_a_slow_loader_shows_as_the_share_of_the_steps_that_it_takes(tmp_path: P
     assert summary(record)["waiting for data"] == f"the loop waits for data {record.data_wait_share:.0%} of the time"
 
 
-def test_a_quick_loader_is_no_matter(tmp_path: Path) -> None:
-    record = record_of(tmp_path, 0.0)
-    assert record.data_wait_share == 0.0
-    record.data_wait_share = 0.031
-    assert summary(record)["waiting for data"] == "3.1% of the time"
-
-
 def test_fetches_around_a_pause_belong_to_no_step(tmp_path: Path) -> None:
     # Validated after each step: every batch is fetched between a validation and the beginning of its lap.
     record = record_of(tmp_path, 0.01, val_check_interval=1, limit_val_batches=1, num_sanity_val_steps=0)
@@ -84,16 +76,3 @@ def test_who_waits_is_named_and_advice_is_of_an_option_that_the_task_has(task: d
     record = RunRecord(task="any", device_type="cuda", data_wait_share=0.12, config={"task": task})
     advice = ": more task.data.num_workers?" if task.get("data") else ""
     assert summary(record)["waiting for data"] == f"the GPU waits for data 12% of the time{advice}"
-
-
-def test_what_is_claimed_is_a_step_s_and_claimed_once(clock: Clock) -> None:
-    laps, step = StepClock(torch.device("cpu")), Step(1)
-    for seconds in (0.03, 0.0):
-        laps.fetch_begins()
-        clock.sleep(seconds)
-        laps.fetch_ends()
-    step.fetches += laps.fetches()
-    assert laps.fetches() == []
-    laps.lap(step)
-    laps.read(step)
-    assert step.waited_seconds == pytest.approx(0.03)

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.processes import Pair
 from tests.trainer.lightning_modules import Blocks, quiet_trainer
-from tests.trainer.runs import curve, overrides, train
+from tests.trainer.runs import overrides
 from trainer.build import build_trainer
 from trainer.callback import Compile
 from trainer.config import compose
-from trainer.loops.distributed import DDP
+from trainer.loops.ddp import DDP
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.xdist_group("two_processes")
@@ -45,28 +45,6 @@ def test_several_devices_are_trained_by_ours(
     assert isinstance(strategy, DDP)
     assert strategy.captures == captures
     assert strategy._ddp_kwargs == {"find_unused_parameters": finds_unused}
-
-
-def losses(folder: str) -> list[dict[int, float]]:
-    """Of a command with ours, and of one with Lightning's DDP in its place."""
-    found = []
-    for name in ("ours", "theirs"):
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        changes = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.strategy=ddp"]
-        changes += ["trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "trainer.max_steps=6"]
-        if name == "theirs":
-            changes[2] = "trainer.strategy=ddp_find_unused_parameters_false"
-        run_dir = Path(folder) / name
-        record = train(run_dir, *changes, strategy="regional", task="micro")
-        assert record.status == "finished", record.reason
-        found.append(curve(run_dir) if os.environ["RANK"] == "0" else {})
-    return found
-
-
-def test_losses_are_those_of_lightnings_own(pair: Pair, tmp_path: Path) -> None:
-    ours, theirs = pair(losses, str(tmp_path))[0]
-    assert len(ours) == 6
-    assert ours == theirs
 
 
 class Heavy(Blocks):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from strategies import Regional, Whole
+from strategies import Regional
 from tests.strategies import backends
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit
@@ -81,58 +81,3 @@ def test_the_part_at_fault_goes_on_eager_and_the_others_compiled(
     assert complaint in fallback.reason
     assert any(complaint in note for note in record.notes)
     assert record.report["rollback"]["rolled_back"][0]["parts"] == ["odd"]
-
-
-class Growing(Blocks):
-    """From the third step on its blocks are given a shape that is new."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_step >= 2:
-            batch = [torch.cat([tensor] * 3) for tensor in batch]
-        return super().training_step(batch, batch_idx)
-
-
-def _small_only(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    if max(tensor.shape[0] for tensor in example_inputs if isinstance(tensor, Tensor) and tensor.ndim) > 8:
-        raise RuntimeError("no new shape")
-    return graph.forward
-
-
-@pytest.mark.parametrize("parity", ["on", "off"])
-def test_a_compile_that_fails_in_the_middle_of_the_training_leaves_eager_from_there_on(
-    parity: str, tmp_path: Path
-) -> None:
-    if "tests_small_only" not in torch.compiler.list_backends(()):
-        torch._dynamo.register_backend(_small_only, name="tests_small_only")
-    eager = fit(Growing(), tmp_path, [])
-    compile_ = Compile([Regional(backend="tests_small_only", dynamic=False)], parity=parity)
-    with pytest.warns(UserWarning, match="run eager from step 4 on: .*no new shape"):
-        assert fit(Growing(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
-    done = compile_.record.report["rollback"]["rolled_back"]
-    assert [entry["step"] for entry in done] == [3]
-    assert compile_.record.regions_compiled == 3, "they were, for two steps"
-
-
-class KeepsGraph(Blocks):
-    """Adds up the gradients of two backwards through one graph."""
-
-    def backward(self, loss: Tensor, *_: Any) -> None:
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-
-class KeepsGraphLater(KeepsGraph):
-    def backward(self, loss: Tensor, *_: Any) -> None:
-        if self.global_step < 2:
-            loss.backward()
-        else:
-            super().backward(loss)
-
-
-@pytest.mark.parametrize("kind", [KeepsGraph, KeepsGraphLater])
-def test_a_backward_that_keeps_its_graph_is_compiled_for_that(kind: type[Blocks], tmp_path: Path) -> None:
-    eager, compile_ = fit(kind(), tmp_path, []), Compile([Whole(backend="aot_eager", dynamic=True)])
-    assert fit(kind(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
-    assert (compile_.record.regions_compiled, compile_.record.ended_in_eager) == (5, False)
-    assert compile_.record.eager_parts == {}
-    assert torch._functorch.config.donated_buffer, "as it was"

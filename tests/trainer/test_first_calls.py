@@ -169,12 +169,6 @@ def test_blocks_that_were_named_stay() -> None:
     assert [one.path for one in compile_.program.regions] == ["net.blocks.0", "net.blocks.1"]
 
 
-def test_processes_that_call_other_modules_keep_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.guards.first_calls.gathered", lambda own: [own, ([], [])])
-    compile_, _ = trained(OneByOne, [Regional(backend="eager")])
-    assert [one.path for one in compile_.program.regions] == ["net.blocks.0", "net.blocks.1"]
-
-
 def test_a_module_around_regions_that_are_called_does_not_take_their_place() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

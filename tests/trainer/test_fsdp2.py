@@ -16,9 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies import Regional
 from tests.processes import Pair
-from tests.strategies import backends
 from tests.trainer.lightning_modules import quiet_trainer
 from trainer.callback import Compile
 from trainer.loops.fsdp2 import FSDP2
@@ -26,7 +24,6 @@ from trainer.loops.fsdp2 import FSDP2
 pytestmark = pytest.mark.xdist_group("two_processes")
 
 ROWS, STEPS, VOCABULARY = 8, 16, 32
-COMPILE: dict[str, list[Any]] = {"eager": [], "regional": [Regional(backend="aot_eager")]}
 
 
 class Block(nn.Module):
@@ -103,73 +100,6 @@ def losses_of(module: Model, ranks: int, micro_batches: int = 1) -> list[float]:
     return (losses / ranks).view(-1, micro_batches).sum(1).tolist()
 
 
-def trained(ranks: int, micro_batches: int, strategy: str | None) -> tuple[list[float], list[str]]:
-    L.seed_everything(0, verbose=False)
-    module = Model()
-    trainer = train(
-        module,
-        ranks,
-        None if strategy is None else COMPILE[strategy],
-        accumulate_grad_batches=micro_batches,
-        limit_val_batches=2,
-        val_check_interval=8 * micro_batches,
-    )
-    losses = losses_of(module, ranks, micro_batches)
-    assert len(trainer.callback_metrics) > 0
-    return losses, [name for name, one in module.named_parameters() if not isinstance(one, DTensor)]
-
-
-def under_each(micro_batches: int, strategies: list[str | None]) -> list[tuple[list[float], list[str]]]:
-    return [trained(2, micro_batches, strategy) for strategy in strategies]
-
-
-@pytest.mark.parametrize(("micro_batches", "strategies"), [(1, [None]), (2, [None, "eager", "regional"])])
-def test_two_ranks_lose_what_one_process_loses_with_the_whole_batch(
-    micro_batches: int, strategies: list[str | None], pair: Pair, subtests: pytest.Subtests
-) -> None:
-    # Of single micro-batches, tests/trainer/test_strategies_on_several_devices.py trains every strategy.
-    reference, _ = trained(1, micro_batches, None)
-    both = zip(*pair(under_each, micro_batches, strategies), strict=True)
-    for strategy, ((first, whole), (second, _)) in zip(strategies, both, strict=True):
-        with subtests.test(strategy=strategy):
-            assert first == second
-            assert whole == []
-            torch.testing.assert_close(first, reference, rtol=1e-4, atol=1e-5)
-
-
-def faulty(begins: str) -> tuple[list[float], str, dict[str, str]]:
-    """Train with code whose backward is wrong on the second rank: from the start, or from step 6 on."""
-    backends.register()
-    L.seed_everything(0, verbose=False)
-    module = Model()
-    if os.environ["RANK"] == "1":
-        batch_ends = module.on_train_batch_end
-
-        def ends(*arguments: Any) -> None:
-            batch_ends(*arguments)
-            backends.Fault.backward = 1.5 if module.global_step >= 6 else 1.0
-
-        if begins == "late":
-            module.on_train_batch_end = ends  # type: ignore[method-assign,assignment]
-        else:
-            backends.Fault.backward = 1.5
-    trainer = train(module, 2, [Regional(backend=backends.FAULTY)])
-    record = next(one.record for one in trainer.callbacks if isinstance(one, Compile))  # type: ignore[attr-defined]
-    return losses_of(module, 2), record.report["parity"]["verdict"], record.eager_parts
-
-
-@pytest.mark.parametrize("begins", ["at once", "late"])
-def test_a_region_that_differs_on_one_rank_goes_eager_on_both(begins: str, pair: Pair) -> None:
-    reference, _ = trained(1, 1, None)
-    (first, verdict, parts), (second, other_verdict, other_parts) = pair(faulty, begins)
-    assert first == second
-    assert parts.keys() == other_parts.keys() != set()
-    assert "it is not eager's: gradient of" in str(other_parts)
-    if begins == "at once":
-        assert verdict == other_verdict == "failed"
-        torch.testing.assert_close(first, reference, rtol=1e-4, atol=1e-5)
-
-
 class ShardsItself(Model):
     def configure_model(self) -> None:
         if torch.distributed.is_initialized() and not isinstance(self.head, FSDPModule):
@@ -244,54 +174,6 @@ def test_weights_that_stay_gathered_are_gathered_less_often(pair: Pair) -> None:
     (each, forward_only, least), other = pair(each_gathers)
     assert other == [each, forward_only, least]
     assert each > forward_only > least
-
-
-class Adversaries(L.LightningModule):
-    """Two networks that train against each other by their own optimizers, by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator, self.critic = Block(4), nn.Sequential(Block(4), nn.Linear(4, 1))
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        for_generator, for_critic = optimizers
-        real = batch[0][:, :4].float() / VOCABULARY
-        self.toggle_optimizer(for_critic)
-        loss = (self.critic(self.generator(1 - real).detach()) - self.critic(real)).mean() + self.critic(
-            real
-        ).square().mean()
-        self.manual_backward(loss)
-        self.clip_gradients(for_critic, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        for_critic.step()
-        for_critic.zero_grad()
-        self.untoggle_optimizer(for_critic)
-        self.toggle_optimizer(for_generator)
-        fooled = -self.critic(self.generator(1 - real)).mean()
-        self.manual_backward(fooled)
-        for_generator.step()
-        for_generator.zero_grad()
-        self.untoggle_optimizer(for_generator)
-        self.losses.append((loss + fooled).detach())
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (self.generator, self.critic)]
-
-
-def adversaries(ranks: int) -> list[float]:
-    L.seed_everything(0, verbose=False)
-    module = Adversaries()
-    train(module, ranks, gradient_clip_val=None)
-    return losses_of(module, ranks)  # type: ignore[arg-type]
-
-
-def test_manual_optimization_with_two_optimizers(pair: Pair) -> None:
-    reference = adversaries(1)
-    first, second = pair(adversaries, 2)
-    assert first == second
-    torch.testing.assert_close(first, reference, rtol=1e-4, atol=1e-5)
 
 
 class Untidy(Model):

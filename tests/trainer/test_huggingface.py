@@ -24,7 +24,6 @@ from transformers import (
 
 from scripts import compare
 from strategies import (
-    Auto,
     Buckets,
     Checkpointing,
     CudaGraph,
@@ -77,12 +76,17 @@ SENTENCES = examples(64, lambda words, mask: int(words[0]) % 3)
 
 
 def build(
-    folder: Path, model: nn.Module | None = None, data: Any = TEXTS, kind: type[Trainer] = Trainer, **arguments: Any
+    folder: Path,
+    model: nn.Module | None = None,
+    data: Any = TEXTS,
+    kind: type[Trainer] = Trainer,
+    collate: Any = None,
+    **arguments: Any,
 ) -> Trainer:
     given = {"per_device_train_batch_size": 4, "max_steps": 6, "logging_steps": 2, "learning_rate": 1e-3}
     off: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
     args = TrainingArguments(output_dir=str(folder), **{**off, **given, **arguments})
-    return kind(model=model or gpt2(), args=args, train_dataset=data, eval_dataset=data[:8])
+    return kind(model=model or gpt2(), args=args, train_dataset=data, eval_dataset=data[:8], data_collator=collate)
 
 
 def losses_of(trainer: Trainer) -> list[float]:
@@ -163,12 +167,6 @@ def test_an_epoch_that_accumulation_does_not_divide(tmp_path: Path) -> None:
     trainer, record = trained(tmp_path, [Optimizer(**EAGER)], **how)
     assert_same_training(trainer, bare(tmp_path / "bare", **how))
     assert record.steps == 6, "two of two micro-batches and one of one, twice"
-
-
-def test_auto_chooses_on_real_steps(tmp_path: Path, plain: Trainer) -> None:
-    trainer, record = trained(tmp_path, [Auto(candidates=["whole"], remember=False)])
-    assert_same_training(trainer, plain)
-    assert record.report["auto"]["chosen"] == "eager"
 
 
 # ---- checkpoints, evaluation, resuming -----------------------------------------------------------------------------
@@ -337,13 +335,18 @@ def test_an_audit_finds_what_goes_wrong_later(tmp_path: Path, micro_batches: int
 
 
 class Counting(Trainer):
-    """A subclass that counts and logs in its own loss."""
+    """A subclass that counts and logs in its own loss, and makes its inputs of examples, as those that generate do."""
 
-    calls = 0
+    calls = prepared = 0
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
         self.counted = {"losses": []}
+        self.data_collator = list
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.prepared += 1
+        return super()._prepare_inputs({name: torch.stack([one[name] for one in inputs]) for name in inputs[0]})
 
     def compute_loss(self, *given: Any, **named: Any) -> Any:
         self.calls += 1
@@ -358,6 +361,27 @@ def test_a_subclass_sees_no_trace_of_what_is_run_apart(tmp_path: Path) -> None:
     trainer, record = trained(tmp_path, [Regional(**EAGER)], kind=Counting)
     expected = bare(tmp_path / "bare", kind=Counting)
     assert record.report["parity"]["verdict"] == "passed"
-    assert (trainer.calls, len(trainer.counted["losses"])) == (6, 6)
+    assert (trainer.calls, trainer.prepared, len(trainer.counted["losses"])) == (6, 6, 6)
     assert trainer.counted["losses"] == pytest.approx(expected.counted["losses"], rel=1e-4)
     assert [entry["mine"] for entry in trainer.state.log_history if "mine" in entry] == [1, 2, 3, 4, 5, 6]
+
+
+class OnItsOwn(Trainer):
+    """A step of its own that takes batches as the collator makes them."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        words, labels = inputs
+        loss = model.train()(input_ids=words, labels=labels).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_step_of_ones_own_with_tuples_for_batches(tmp_path: Path) -> None:
+    data = [(one["input_ids"], one["labels"]) for one in TEXTS]
+    how: dict[str, Any] = {"kind": OnItsOwn, "data": data, "max_steps": 12}
+    collate = lambda rows: tuple(map(torch.stack, zip(*rows, strict=True)))  # noqa: E731
+    expected = bare(tmp_path / "bare", collate=collate, **how)
+    trainer, record = trained(tmp_path, [Regional(**EAGER)], collate=collate, **how)
+    assert_same_training(trainer, expected)
+    assert (record.regions_compiled, record.steps) == (2, 12)
+    assert record.report["parity"]["verdict"] == "passed"

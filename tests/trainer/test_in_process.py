@@ -223,6 +223,8 @@ def test_data_that_does_not_repeat_is_noted() -> None:
         ({"rounds": 0}, "rounds=0 at least 1"),
         ({"module": torch.nn.Linear(2, 2)}, "Linear is neither a LightningModule nor a function that makes one"),
         ({"module": None}, "NoneType is neither"),
+        ({"strategies": Regional()}, r"strategies=Regional\(.*\) is not a list of arms, such as \[Regional\(\), \["),
+        ({"second": 3}, "second is not an argument; near: seconds"),
         ({"strategies": ["regional"]}, "compile='regional' is not a list of strategies"),
     ],
 )

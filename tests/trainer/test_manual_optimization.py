@@ -1,4 +1,4 @@
-"""Modules that optimize by hand train compiled with eager's losses, are checked and timed, and nothing runs twice."""
+"""Modules that optimize by hand train compiled with eager's losses, and are checked."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import SimpleProfiler
 
-from strategies import Optimizer, Regional
+from strategies import Regional
 from tests.strategies import backends
 from tests.strategies.backends import Fault
-from tests.sweep import MARK
-from tests.trainer.clock import CLOCK
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.manual_modules import Accumulates, Adversaries
 from trainer.build import Mixed
@@ -57,51 +53,12 @@ def trained(module: L.LightningModule, folder: Path, compile_: Compile | None, *
     return end
 
 
-def logged(logger: CSVLogger, names: set[str]) -> list[list[str]]:
-    rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
-    places = [place for place, name in enumerate(rows[0]) if name in names]
-    return [[row[place] for place in places] for row in rows if any(row[place] for place in places)]
-
-
 def close(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def losses_of(module: Adversaries) -> list[float]:
     return [loss for _, loss, _ in module.seen]
-
-
-@pytest.mark.parametrize(
-    ("compiled", "closure", "critic_steps"),
-    [
-        *(("modules", True, 1), ("optimizers too", False, 1), ("modules", False, 3)),
-        pytest.param("optimizers too", True, 1, marks=MARK),
-    ],
-)
-def test_two_networks_against_each_other_train_as_in_eager(
-    compiled: str, closure: bool, critic_steps: int, tmp_path: Path
-) -> None:
-    strategies: list[Any] = [Regional(backend="aot_eager")]
-    strategies += [Optimizer(backend="aot_eager")] if compiled == "optimizers too" else []
-    compile_, runs = Compile(strategies), []
-    for name, given in (("eager", None), ("compiled", compile_)):
-        module = Adversaries(closure=closure, critic_steps=critic_steps)
-        logger, profiler = CSVLogger(tmp_path / name), SimpleProfiler()
-        end = trained(module, tmp_path, given, logger=logger, profiler=profiler)
-        runs.append((module, end, logged(logger, {"critic", "generator"})))
-        assert len(profiler.recorded_durations["optimizer_step"]) == 6 + 6 // critic_steps
-    (plain, before, lines), (checked, after, lines_after) = runs
-    assert losses_of(checked) == pytest.approx(losses_of(plain), rel=1e-4)
-    assert [(name, step) for name, _, step in checked.seen] == [(name, step) for name, _, step in plain.seen]
-    assert len(lines_after) == len(lines) == 7
-    assert (after.global_step, after.progress) == (before.global_step, before.progress)
-    close(after.optimizers, before.optimizers)
-    close(checked.state_dict(), plain.state_dict())
-    assert all(parameter.requires_grad for parameter in checked.parameters())
-    record = compile_.record
-    assert record.report["parity"]["verdict"] == "passed"
-    assert (record.regions_compiled, record.eager_parts) == (4, {})
-    assert record.audits.verdict == "clean"
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -135,26 +92,3 @@ def test_a_wrong_program_is_found_in_either_network_and_trains_eager(which: str,
         trained(module, tmp_path, compile_)
     assert losses_of(module) == losses_of(plain)
     assert list(compile_.record.eager_parts) == [f"{of}.layers.0", f"{of}.layers.1"]
-
-
-class Slow(Accumulates):
-    """Takes a while outside of the blocks."""
-
-    calls = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        CLOCK.sleep(0.001)
-        self.calls += 1
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.usefixtures("clock")
-def test_what_is_slower_than_eager_goes_on_eager(tmp_path: Path) -> None:
-    Fault.before = lambda: CLOCK.sleep(0.001)  # type: ignore[method-assign]
-    compile_ = Compile([Regional(backend=backends.FAULTY)], warmup_steps=1, on_slower="eager")
-    module = Slow()
-    with pytest.warns(UserWarning, match="slower than eager"):
-        end = trained(module, tmp_path, compile_, max_epochs=150)
-    assert compile_.record.report["slowdown"]["slower"]
-    assert compile_.record.ended_in_eager
-    assert (end.global_step, module.calls) == (300, 900), "no batch is trained on twice"

@@ -48,14 +48,6 @@ def test_first_steps_and_compiled_steps_are_warm_up_and_the_others_steady() -> N
     assert meter.steady.rates().steady_steps_per_second == pytest.approx(3 / 0.6)
 
 
-def test_it_is_warm_when_the_warm_up_steps_are_over_whether_they_were_timed_or_not() -> None:
-    # Times are read a window later; the energy counter must not wait for them.
-    meter = Meter(warmup_steps=2)
-    assert not meter.warm
-    meter.ended = 2
-    assert meter.warm
-
-
 def test_new_shapes_before_a_switch_are_not_counted_against_steady_steps_after_it() -> None:
     meter = Meter(warmup_steps=0)
     for new_shape in (False, True):
@@ -110,13 +102,6 @@ def test_a_figure_that_one_step_lacks_is_not_guessed_from_the_others(missing_fir
     assert rates.samples_per_second == pytest.approx(40.0)
     for name in ("tokens_per_second", "useful_tokens_per_second", "padded_share", "teraflops_per_second"):
         assert getattr(rates, name) is None, name
-
-
-def test_micro_batches_add_up_to_a_step() -> None:
-    one = Step(1)
-    one.add((4, 40, 30, None))
-    one.add((4, 60, 50, None))
-    assert one.counts == (8, 100, 80, None)
 
 
 def test_a_step_is_its_laps_and_its_end_counts_what_lies_between_them(clock: Clock) -> None:

@@ -110,15 +110,6 @@ def test_weights_that_the_last_update_spoilt_are_not_saved_although_no_loss_has_
     assert last_checkpoint(tmp_path)["global_step"] == 2
 
 
-def test_a_run_resumed_into_nan_names_the_checkpoint_it_came_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(tmp_path / "first", "trainer.max_steps=2")
-    spoil(monkeypatch, 3, float("nan"))
-    record = train(tmp_path / "second", f"resume={tmp_path / 'first'}")
-    assert f"Last finite checkpoint: {tmp_path / 'first' / 'checkpoints' / 'last.ckpt'} (step 2)" in str(record.reason)
-
-
 def watched(module: L.LightningModule, folder: Path, strategies: list[Any], **options: Any) -> Compile:
     """Train ``module`` of somebody else's under the rule."""
     compile_ = Compile(strategies, parity="off")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import nbclient
 import nbformat
@@ -15,7 +13,6 @@ from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
-from trainer.sweep.progress import NotebookOutput, TerminalOutput, progress_output
 
 MODEL = """
 import lightning as L
@@ -72,38 +69,6 @@ def test_a_notebook_gets_one_line_and_a_table(monkeypatch: pytest.MonkeyPatch, t
     assert "whole (backend=eager)" in answer["text/html"]
     assert "<b>verdict: " in answer["text/html"]
     assert "ipywidgets" not in str(outputs)
-
-
-def test_where_a_kernel_runs_the_one_output_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[str, str]] = []
-
-    class Handle:
-        def update(self, bundle: dict[str, str], raw: bool) -> None:
-            said.append(("update", bundle["text/plain"]))
-
-    def display(bundle: dict[str, str], raw: bool, display_id: bool) -> Handle:
-        said.append(("display", bundle["text/plain"]))
-        return Handle()
-
-    ipython: Any = types.ModuleType("IPython")
-    ipython.display, ipython.get_ipython = types.SimpleNamespace(display=display), lambda: types.SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    assert isinstance(progress_output(quiet=False), TerminalOutput), "IPython in a terminal has no kernel"
-    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
-    assert isinstance(progress_output(quiet=True), TerminalOutput)
-    telling = progress_output(quiet=False)
-    assert isinstance(telling, NotebookOutput)
-    telling.note("comparing eager, whole")
-    with telling.doing("eager, round 1 of 1"):
-        pass
-    telling.done("eager, round 1 of 1: 3 ms a step")
-    with telling.doing("whole, round 1 of 1"):
-        pass
-    found = comparison(eager=0.1, whole=0.05)
-    telling.answer(found)
-    assert [how for how, _ in said] == ["display", *["update"] * 4]
-    assert said[3][1] == "comparing eager, whole\nwhole, round 1 of 1 ... (eager, round 1 of 1: 3 ms a step)"
-    assert said[-1][1] == f"comparing eager, whole\nverdict: {found.verdict}"
 
 
 @pytest.mark.parametrize(

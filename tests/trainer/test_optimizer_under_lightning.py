@@ -1,4 +1,4 @@
-"""``compile=optimizer`` under Lightning's Trainer: its closures, clipping, accumulation, schedules, resumed runs."""
+"""``compile=optimizer`` under Lightning's Trainer: its closures, clipping, accumulation, schedules."""
 
 from __future__ import annotations
 
@@ -67,36 +67,6 @@ def test_a_module_that_clips_by_itself_is_left_to_it(tmp_path: Path) -> None:
     assert fit(ClipsItself(), tmp_path, [compiled()]) == pytest.approx(eager, rel=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
-def test_a_resumed_run_goes_on_as_eager_does(before: bool, after: bool, tmp_path: Path) -> None:
-    saved, ended = {}, {}
-    for name, first, second in (("eager", False, False), ("other", before, after)):
-        folder = tmp_path / name
-        keep = {"enable_checkpointing": True, "max_steps": 3}
-        saved[name] = fit(Scheduled(), folder, [compiled()] if first else [], **keep)
-        (checkpoint,) = folder.rglob("*.ckpt")
-        compile_ = compiled()
-        ended[name] = fit_from(checkpoint, [compile_] if second else [], folder)
-        if second:
-            assert compile_.record.recompiles == 0
-    assert saved["other"] == pytest.approx(saved["eager"], rel=1e-5)
-    assert ended["other"] == pytest.approx(ended["eager"], rel=1e-5)
-    assert len(ended["eager"]) == 3
-
-
-def fit_from(checkpoint: Path, callbacks: list[Any], folder: Path) -> list[float]:
-    import lightning as L
-
-    original = L.Trainer.fit
-
-    def resumed(self: L.Trainer, *given: Any, **named: Any) -> None:
-        original(self, *given, ckpt_path=checkpoint, weights_only=True, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(L.Trainer, "fit", resumed)
-        return fit(Scheduled(), folder, callbacks)
-
-
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,31 +85,6 @@ class WrongFrom(L.Callback):
                 lists[0][0][0].detach().view(-1)[0].add_(1e-3)
 
             self._patch.setattr(Chunk, "__call__", wrong)
-
-
-def test_its_checks_are_in_the_record(tmp_path: Path) -> None:
-    compile_ = compiled()
-    fit(Scheduled(), tmp_path, [compile_], max_steps=10)
-    parity, audits = compile_.record.report["parity"], compile_.record.audits
-    assert (parity["verdict"], parity["checks"], parity["how"]) == ("passed", 1, ["exact"])
-    assert {"weight", "exp_avgs", "exp_avg_sqs"} == parity["worst"].keys()
-    assert (audits.verdict, audits.steps, audits.last_clean_step) == ("clean", [2, 4, 8, 10], 10)
-    assert compile_.record.eager_parts == {}
-
-
-def test_an_update_that_becomes_wrong_goes_eager_and_the_run_finishes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compile_ = compiled()
-    losses = fit(Scheduled(), tmp_path, [WrongFrom(3, monkeypatch), compile_], max_steps=10)
-    record = compile_.record
-    assert (record.status, len(losses)) == ("finished", 10)
-    assert list(record.eager_parts) == ["optimizer"]
-    assert "differs from torch's: weight" in record.eager_parts["optimizer"]
-    assert (record.audits.verdict, record.audits.last_clean_step) == ("went eager", 2)
-    assert record.audits.steps == [2, 4, 5], "a difference counts when it shows twice"
-    assert "since step 2" in record.audits.reason
-    assert record.report["optimizer"]["form"] == "eager"
 
 
 @pytest.mark.parametrize("step", [1, 3])

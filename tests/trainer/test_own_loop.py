@@ -11,7 +11,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 from strategies import (
-    Auto,
     Buckets,
     Checkpointing,
     CudaGraph,
@@ -42,7 +40,6 @@ from tests.strategies import backends
 from tests.trainer.recording import Recorded
 from trainer.guards import ParityError
 from trainer.loops.own_loop import PlainTraining, compile
-from trainer.loops.plain import PlainLoop
 from trainer.telemetry.record import RunRecord
 
 EAGER: dict[str, Any] = {"backend": "eager"}
@@ -194,21 +191,6 @@ def test_whole_steps_are_captured_and_what_the_loss_reads_is_compared(micro_batc
     assert record.data_wait_share is not None
 
 
-def test_a_loop_stays_taken_over_where_nobody_keeps_what_gives_it_back() -> None:
-    model, taken = Net(), []
-    loop = PlainLoop(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), max_steps=3, loss=partial(loss_function, model)
-    )
-
-    def run(micro: Any) -> dict[str, Any]:
-        taken.append(micro.index)
-        return micro.run(micro.batch)
-
-    loop.wrap_step(run)
-    assert None not in [loop.train_on_batch(batch) for batch in loader(3)]
-    assert taken == [0, 1, 2]
-
-
 def test_a_scaler_scales_and_unscales_as_in_a_loop_of_ones_own() -> None:
     def scaler() -> torch.amp.GradScaler:
         return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
@@ -260,16 +242,6 @@ def test_a_loop_of_fabrics_trains_as_without_us() -> None:
     torch.testing.assert_close(ours, weights, rtol=1e-2, atol=1e-3)
     assert (training.record.steps, training.record.regions_compiled, training.record.task) == (6, 1, "Net")
     assert training.record.audits.verdict == "clean"
-
-
-def test_auto_chooses_on_the_loops_own_steps(plain: OneLoop) -> None:
-    loop = OneLoop()
-    options: dict[str, Any] = {"micro_batches": 2, "planned_steps": 6}
-    auto = Auto(candidates=["whole"], remember=False)
-    with begin(None, loop.model, loop.optimizer, [auto], **options) as training:
-        loop.train(training.batches, training.evaluation)
-    assert loop.losses == pytest.approx(plain.losses)
-    assert training.record.report["auto"]["chosen"] == "eager"
 
 
 def test_two_optimizers_that_step_in_one_batch_are_one_step(tmp_path: Path) -> None:
@@ -545,23 +517,6 @@ def test_curves_go_to_the_writer_and_the_record_beside_them(tmp_path: Path) -> N
     assert {"mine", "train/loss", "speed/steps_per_second", "whole_run/loss"} <= set(events.Tags()["scalars"])
     record = RunRecord.load(tmp_path)
     assert record.final_loss == pytest.approx(sum(losses[-2:]) / 2), "the mean of the steps since the last log"
-
-
-def test_records_without_a_folder_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        model = Net()
-        with begin(None, model, adam(model), [], loss=loss_function, save=True) as training:
-            training.step(next(iter(loader())))
-    assert sorted(path.parent.name for path in tmp_path.rglob("record.json")) == ["run-1", "run-2"]
-
-
-def test_the_end_prints_advice_for_this_kind_of_script(capsys: pytest.CaptureFixture[str]) -> None:
-    model = Net()
-    with begin(None, model, adam(model), [], loss=loss_function, verbose=True) as training:
-        training.step(next(iter(loader())))
-    printed = capsys.readouterr().out
-    assert "next: the script with crucible.compile(model, optimizer, [Auto()])" in printed
 
 
 def test_ragged_batches_are_padded_for_dynamic_shapes() -> None:

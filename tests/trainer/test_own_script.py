@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import copy
-import queue
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
-from strategies import Checkpointing, Program, Regional, Stage, Strategy
+from strategies import Checkpointing, Regional
 from tests.strategies import backends
 from tests.strategies.modules import Block
 from tests.trainer.conftest import FLOOR
 from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
-from trainer import console
 from trainer.callback import Compile
-from trainer.guards.checks import CHECKED_BEFORE
 from trainer.report.runs import find
-from trainer.sweep.environment import RECORDS_VARIABLE
+from trainer.run_start import RECORDS_VARIABLE
 from trainer.telemetry import meter, telemetry
-from trainer.telemetry.compiler import Compiling
 from trainer.telemetry.record import RunRecord
 
 
@@ -105,51 +100,6 @@ def test_each_fit_has_a_record_of_its_own(tmp_path: Path) -> None:
     assert RunRecord.load(Path(str(other.logger.log_dir)) / "run-2").steps == 4
 
 
-def test_another_fit_is_reported_as_the_first_one_and_has_measured_nothing_of_it(tmp_path: Path) -> None:
-    compile_, module = Compile([Regional(backend="eager"), Checkpointing()], warmup_steps=1), Validated()
-    trainer(tmp_path, compile_).validate(module, data(), verbose=False)
-    trainer(tmp_path, compile_, max_steps=6).fit(module, data())
-    first = compile_.record
-    compile_.program.report["slowdown"] = {"on_later_batches": ["a window of the first training"]}
-    trainer(tmp_path, compile_, max_steps=6).fit(module, data())
-    again = compile_.record
-    (note,) = [note for note in first.notes if note.startswith("regional: no part beside the blocks is compiled")]
-    assert [one.notes.count(note) for one in (first, again)] == [1, 1], "the program is the same"
-    assert first.report["checkpointing"] == again.report["checkpointing"]
-    assert "slowdown" not in again.report
-    assert (first.report["parity"]["verdict"], first.report["parity"]["checks"]) == ("passed", 1)
-    assert again.report["parity"]["reason"] == CHECKED_BEFORE
-
-
-@dataclass(kw_only=True, slots=True)
-class Layout(Strategy):
-    """Has a note that begins as one of ``Store`` might."""
-
-    name: ClassVar[str] = "layout"
-    stage: ClassVar[Stage] = Stage.ACTIVATIONS
-    note: ClassVar[str] = "store: the weights lie in another order"
-
-    def apply(self, program: Program) -> None:
-        program.notes.append(self.note)
-
-
-@dataclass(kw_only=True, slots=True)
-class Store(Layout):
-    """Opens something anew for each training, and says so in words of its own."""
-
-    name: ClassVar[str] = "store"
-    stage: ClassVar[Stage] = Stage.CACHE
-    note: ClassVar[str] = "opened what is kept"
-    begin = Layout.apply
-
-
-def test_notes_of_another_fit_are_told_apart_by_who_wrote_them(tmp_path: Path) -> None:
-    compile_, module = Compile([Store(), Layout()]), Blocks()
-    for _ in range(2):
-        trainer(tmp_path, compile_, max_steps=2).fit(module, data())
-    assert compile_.record.notes == ["store: the weights lie in another order", "opened what is kept"]
-
-
 def test_evaluating_alone_leaves_no_record_and_does_not_touch_the_last_one(tmp_path: Path) -> None:
     compile_, module = regional(), Validated()
     once = trainer(tmp_path, compile_)
@@ -171,7 +121,11 @@ def test_evaluating_alone_runs_eager_what_does_not_compile(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
-    [(KeyError("tokens"), "failed", "KeyError: 'tokens'"), (KeyboardInterrupt(), "interrupted", "Ctrl-C")],
+    [
+        (KeyError("tokens"), "failed", "KeyError: 'tokens'"),
+        (KeyboardInterrupt(), "interrupted", "Ctrl-C"),
+        (SIGTERMException(), "interrupted", "SIGTERM"),
+    ],
 )
 def test_a_fit_that_ends_early_is_recorded_so(error: BaseException, status: str, reason: str, tmp_path: Path) -> None:
     class Ends(Blocks):
@@ -291,14 +245,6 @@ def test_modules_that_build_change_or_iterate_by_themselves_train_compiled(
     assert list(compile_.record.eager_parts) == ["layers.3"] * (kind is Adds)
 
 
-def test_blocks_that_are_replaced_between_two_fits_are_compiled(tmp_path: Path) -> None:
-    compile_, module = regional(), Blocks()
-    trainer(tmp_path, compile_).fit(module, data())
-    module.layers = nn.ModuleList(Block() for _ in range(2))
-    trainer(tmp_path, compile_).fit(module, data())
-    assert (compile_.record.regions, compile_.record.regions_compiled) == (2, 2)
-
-
 def test_a_trial_of_the_trainer_saves_nothing(tmp_path: Path) -> None:
     compile_ = regional()
     trainer(tmp_path, compile_, fast_dev_run=True, logger=True).fit(Blocks(), data())  # a DummyLogger takes its place
@@ -319,20 +265,3 @@ def test_files_and_prints_can_be_left_out(tmp_path: Path, capsys: pytest.Capture
 def test_a_trainer_takes_one_of_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one Compile callback"):
         trainer(tmp_path, regional(), Compile()).fit(Blocks(), data())
-
-
-def test_progress_is_said_until_the_training_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "REFRESH_SECONDS", 0.01)
-    lines: queue.Queue[str] = queue.Queue()
-    compiler = SimpleNamespace(compiling=None)
-    telemetry: Any = SimpleNamespace(phase="validating", compiler=compiler, units=("step", "steps"), steps_done=0)
-    view = console.ProgressView(
-        console.Console(quiet=True), style="plain", total=None, telemetry=lambda: telemetry, print_line=lines.put
-    )
-    with view:
-        telemetry.phase = "checking Block"
-        assert lines.get(timeout=200) == "compile: checking Block"
-        telemetry.phase, compiler.compiling = "validating", Compiling(2, None, 1.0, 3.0)
-        assert "graph 2" in lines.get(timeout=200)
-        telemetry.phase, compiler.compiling = "training", None
-    assert lines.empty(), "training is Lightning's to show"

@@ -15,14 +15,13 @@ from trainer.console import summary
 from trainer.telemetry.hardware import (
     count_peak_from,
     datasheet_teraflops,
-    find_peak,
     matrix_kind,
     measured_gigabytes_per_second,
     measured_teraflops,
     optimizer_gigabytes,
     peak_bytes,
 )
-from trainer.telemetry.record import Peak, RunRecord
+from trainer.telemetry.record import Peak
 
 CPU = torch.device("cpu")
 
@@ -78,17 +77,8 @@ def test_a_measured_peak_is_a_rate_and_draws_none_of_the_runs_random_numbers() -
     measured = measured_teraflops(CPU, "fp32")
     assert 1e-5 < measured < 100
     assert torch.equal(torch.get_rng_state(), before)
+    assert 0.1 < measured_gigabytes_per_second(CPU) < 10_000
     assert measured_teraflops(torch.device("meta"), "fp32") is None
-
-
-def test_without_a_wish_only_a_gpu_is_measured() -> None:
-    peak = find_peak(CPU, "32-true", measure=None)
-    assert peak.peak_teraflops_measured is peak.peak_gigabytes_per_second_measured is None
-
-
-def test_the_bandwidth_is_that_of_a_copy() -> None:
-    measured = measured_gigabytes_per_second(CPU)
-    assert 0.1 < measured < 10_000
     assert measured_gigabytes_per_second(torch.device("meta")) is None
 
 
@@ -150,17 +140,6 @@ def test_both_peaks_and_both_utilisations_are_named(tmp_path: Path) -> None:
     assert record.roofline_share == pytest.approx(record.least_step_seconds / (record.steady_step_seconds_mean or 0))
     assert summary(record)["utilization"].endswith("% of the peak measured when the run began")
     assert curve(tmp_path, "usage/model_flops_utilization_measured_peak")
-
-
-def test_a_run_in_fp32_states_whether_tf32_was_used() -> None:
-    def stated(kind: str) -> str:
-        record = RunRecord(task="any", device="NVIDIA H200", device_type="cuda", precision="32-true")
-        record.matrix_precision = kind
-        return summary(record)["device"]
-
-    assert stated("tf32") == "NVIDIA H200 · 32-true (matrix products in TF32)"
-    assert stated("fp32") == "NVIDIA H200 · 32-true (no TF32 in matrix products)"
-    assert stated("bf16") == "NVIDIA H200 · 32-true"
 
 
 def test_memory_that_cuda_graphs_keep_is_part_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,13 +57,6 @@ def test_a_run_that_is_too_short_says_why_there_is_no_profile(tmp_path: Path) ->
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_profile_that_is_cut_short_says_how_many_steps_it_has(tmp_path: Path) -> None:
-    compile_ = Compile(warmup_steps=0, profile="on")
-    fit(Blocks(), tmp_path, [compile_], max_steps=5)
-    assert compile_.record.report["profile"]["steps"] == 4, "one step goes before"
-    assert (tmp_path / "profile" / "trace.json.gz").is_file()
-
-
 class PausesInsideAStep(L.Callback):
     """Writes a checkpoint between the two batches of the sixth step."""
 

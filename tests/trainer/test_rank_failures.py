@@ -33,8 +33,8 @@ from tests.trainer.lightning_modules import Blocks, quiet_trainer
 from tests.trainer.runs import train
 from trainer import process
 from trainer.callback import Compile
-from trainer.loops import distributed, rank_consistency, rank_failures
-from trainer.loops.distributed import DDP
+from trainer.loops import ddp, rank_failures, ranks
+from trainer.loops.ddp import DDP
 from trainer.loops.fsdp2 import FSDP2
 from trainer.telemetry.record import RunRecord
 
@@ -189,7 +189,7 @@ def plant(fault: str, module: Faulty, data: Data, compile_: dict[str, Any]) -> N
         "other torch": lambda: setattr(torch, "__version__", "2.0.1"),
         "other module": lambda: setattr(module, "more", torch.nn.Linear(2, 2)),
         "other strategies": lambda: compile_.update(strategies=[]),
-        "other code": lambda: setattr(rank_consistency, "checksum", lambda *files: "00000000"),
+        "other code": lambda: setattr(ranks, "checksum", lambda *files: "00000000"),
         "worker": lambda: setattr(data, "act", fail(planted)),
         "slow": lambda: module.plant("training_step", once(lambda: time.sleep(4))),
     }
@@ -336,26 +336,26 @@ def test_a_group_is_made_to_end_soon_after_a_timeout_unless_the_user_says_when(
     strategy: Any, of_lightning: tuple[Any, str], given: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if given is None:
-        monkeypatch.delenv(distributed.DUMP_WAIT, raising=False)
+        monkeypatch.delenv(ddp.DUMP_WAIT, raising=False)
     else:
-        monkeypatch.setenv(distributed.DUMP_WAIT, given)
+        monkeypatch.setenv(ddp.DUMP_WAIT, given)
     seen = []
 
     def made(_: Any) -> None:
-        seen.append(os.environ[distributed.DUMP_WAIT])
+        seen.append(os.environ[ddp.DUMP_WAIT])
         raise StopIteration
 
     monkeypatch.setattr(ParallelStrategy, "setup_environment", lambda _: None)
     monkeypatch.setattr(*of_lightning, made)
     with pytest.raises(StopIteration):
         strategy().setup_environment()
-    assert seen == [given or distributed.DUMP_WAIT_MS]
-    assert os.environ.get(distributed.DUMP_WAIT) == given
+    assert seen == [given or ddp.DUMP_WAIT_MS]
+    assert os.environ.get(ddp.DUMP_WAIT) == given
 
 
 def timeouts() -> list[timedelta]:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=33))
-    groups: list[Any] = [torch.distributed.group.WORLD, distributed.host_group()]
+    groups: list[Any] = [torch.distributed.group.WORLD, ranks.host_group()]
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 

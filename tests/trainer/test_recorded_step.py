@@ -86,31 +86,6 @@ def test_a_wrong_replay_is_found_and_named_and_the_run_goes_on(
         assert captured.facts["replayed_steps"] > 0
 
 
-class Queued(Net):
-    """Keeps numbers in a tensor that is neither parameter nor buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue = torch.ones(4)
-
-    def loss(self, batch: Any) -> Any:
-        loss = super().loss(batch) * self.queue.sum()
-        self.queue.mul_(0.9).add_(0.1 * batch[1].detach().mean())
-        return loss
-
-
-def test_a_tensor_of_the_users_own_is_put_back_too(tmp_path: Path) -> None:
-    modules, captured = [Queued(), Queued()], Captured([Recorded()])
-    captured.audit_at = (9, 15)
-    losses = [
-        fit(module, tmp_path, callback).losses for module, callback in zip(modules, (None, captured), strict=True)
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert torch.allclose(modules[0].queue, modules[1].queue)
-    assert captured.facts["parity"]["equal_to_the_last_bit"] == 3
-    assert captured.facts["replayed_steps"] == 20 - captured.facts["eager_steps"] > 10
-
-
 def test_what_an_optimizer_made_of_rounding_is_no_difference() -> None:
     """Adam divides a gradient by its own size: where that is all rounding, two runs of one step move a weight apart."""
     random = torch.get_rng_state, torch.set_rng_state

@@ -10,7 +10,7 @@ import pytest
 from strategies import STRATEGIES
 from tests.trainer.runs import train
 from trainer.console import summary
-from trainer.telemetry.serialization import flatten, with_unit
+from trainer.wording import flatten, with_unit
 
 FULL = "[regional,optimizer,buckets,cached]"
 FIRST = {name: kind.headlines for name, kind in STRATEGIES.items()}

@@ -49,25 +49,6 @@ class WithNet(Blocks):
         return nn.functional.mse_loss(self.head(self.net(self.stem(batch[0]))), batch[1])
 
 
-class Unfreezes(WithNet):
-    """Trains two blocks from its third step on."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential(Block(), Block()))
-        self.net.requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net.requires_grad_(self.global_step >= 2)
-
-
-def test_weights_that_were_frozen_when_they_were_compiled_train_once_they_are_not(tmp_path: Path) -> None:
-    eager, module = fit(Unfreezes(), tmp_path, []), Unfreezes()
-    assert fit(module, tmp_path, [Compile([Whole(backend="aot_eager")], whole=["net"])]) == pytest.approx(
-        eager, rel=FLOOR
-    )
-    assert all(weight.grad is not None for weight in module.net.parameters())
-
-
 def test_a_break_in_a_regions_own_loop_is_no_region_that_compiled_nothing(tmp_path: Path) -> None:
     eager = fit(WithNet(ReadsInLoop()), tmp_path, [])
     for _ in range(2):  # a second training of the process compiles nothing anew
@@ -148,21 +129,6 @@ def test_the_limit_within_a_region_whose_own_frame_is_left_out_is_that_regions(
     assert [block.steps for block in module.net.blocks] == [10] * 3
 
 
-class Growing(Blocks):
-    """Each step's batch is one row longer."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step([tensor[:1].repeat(self.global_step + 2, 1) for tensor in batch], batch_idx)
-
-
-def test_where_a_size_was_the_reason_torchs_guard_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.regions.RECOMPILE_LIMIT", 2)
-    eager = fit(Growing(), tmp_path, [])
-    compile_ = Compile([Regional(dynamic=False, backend="aot_eager")])
-    with pytest.warns(UserWarning, match=r"recompile_limit allows; the guard that failed last: .*size mismatch"):
-        assert fit(Growing(), tmp_path, [compile_]) == pytest.approx(eager, rel=FLOOR)
-
-
 class Numbered(Block):
     """Blocks of one class with a number each: a graph for every one of them, as router logits make of a Mixtral's."""
 
@@ -233,21 +199,6 @@ def test_lazy_layers_train_as_in_eager(
     if record.regions:
         assert record.regions_compiled == record.regions
         assert record.report["parity"]["verdict"] == "passed"
-
-
-def test_a_lazy_layer_that_no_batch_reaches_keeps_no_block_from_being_compiled(tmp_path: Path) -> None:
-    class Unused(Blocks):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.LazyLinear(8)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD([*self.stem.parameters(), *self.head.parameters()], lr=0.05)
-
-    eager = fit(Unused(), tmp_path, [], max_steps=14)
-    compile_ = Compile([Regional(backend="aot_eager")])
-    assert fit(Unused(), tmp_path, [compile_], max_steps=14) == pytest.approx(eager, rel=FLOOR)
-    assert (compile_.record.regions_compiled, compile_.record.eager_parts) == (3, {})
 
 
 class Penalised(Blocks):
@@ -332,24 +283,9 @@ def test_where_nothing_was_to_be_compiled_nothing_is_said_of_eager(tmp_path: Pat
         assert (compile_.record.ended_in_eager, compile_.record.eager_parts) == (None, {})
 
 
-def planted(*_: Any, **__: Any) -> Any:
-    raise LookupError("planted")
-
-
 def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates compile for ``aot_eager`` and are tried within a few steps; all but eager take half its time."""
     steps_take(monkeypatch, "aot_eager", eager=1.0, regional=0.5, whole=0.5)
-
-
-def test_whatever_fails_in_a_trial_leaves_auto_with_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_trial(monkeypatch)
-    eager = fit(Blocks(), tmp_path, [], max_steps=12)
-    monkeypatch.setattr(Regional, "apply", planted)
-    compile_ = Compile([Auto(planned_steps=10**9, remember=False)])
-    assert fit(Blocks(), tmp_path, [compile_], max_steps=12) == eager
-    decision = compile_.record.report["auto"]
-    assert decision["chosen"] == "eager"
-    assert "planted" in decision["table"]["regional"]["failed"]
 
 
 def test_a_key_that_is_pressed_in_a_trial_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,15 +296,6 @@ def test_a_key_that_is_pressed_in_a_trial_ends_the_run(tmp_path: Path, monkeypat
     monkeypatch.setattr(Regional, "apply", pressed)
     with pytest.raises(SystemExit):
         fit(Blocks(), tmp_path, [Compile([Auto(planned_steps=10**9, remember=False)])], max_steps=12)
-
-
-def test_a_mistake_of_the_users_is_raised_by_auto_as_it_is(tmp_path: Path) -> None:
-    class Mistaken(Blocks):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            raise LookupError("the user's own")
-
-    with pytest.raises(LookupError, match="the user's own"):
-        fit(Mistaken(), tmp_path, [Compile([Auto(planned_steps=10**9, remember=False)])])
 
 
 def test_what_auto_chose_for_one_module_is_no_choice_for_another(

@@ -1,5 +1,5 @@
 """With two processes: both draw the same weights and resume their own random states, and what one of them finds in a
-check, both act on; also where the module optimizes itself."""
+check, both act on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tests.strategies import backends
 from tests.strategies.backends import Fault
 from tests.strategies.modules import Block
 from tests.trainer.lightning_modules import Blocks, fit, quiet_trainer
-from tests.trainer.manual_modules import Accumulates, Adversaries
 from tests.trainer.runs import train
 from tests.trainer.simulated import steps_take
 from trainer.callback import Compile
@@ -39,8 +38,6 @@ STEPS = 12
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 LIMITED = {"limit": (1, 0), "late limit": (0, 1)}
 """The second process has a graph for each block, or one for each step."""
-MANUAL = {"two optimizers": (Adversaries, 24), "accumulation": (Accumulates, 4)}
-"""Modules that optimize by themselves, and their steps."""
 
 
 class FaultFrom(L.Callback):
@@ -84,8 +81,7 @@ def trained(
     compile_ = Compile(strategies, verbose=False, save=False, **options)
     choosing = any(one.name == "auto" for one in strategies)
     error = None
-    length = {"max_steps": 600 if choosing else -1 if isinstance(module, tuple(MANUAL_KINDS)) else STEPS}
-    length["max_epochs"] = 4 if length["max_steps"] == -1 else -1
+    length = {"max_steps": 600 if choosing else STEPS, "max_epochs": -1}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -110,17 +106,14 @@ def trained(
     }
 
 
-MANUAL_KINDS = [kind for kind, _ in MANUAL.values()]
-
-
 def trainings(folder: Path) -> Facts:
     second = os.environ["RANK"] == "1"
     backends.register()
     limit = regions.RECOMPILE_LIMIT
     broken = backends.BROKEN_BACKWARD if second else "aot_eager"
 
-    def of(backend: str = backends.FAULTY, *others: Any, module: Any = Blocks, **options: Any) -> dict[str, Any]:
-        return trained(module(), folder, [Regional(backend=backend), *others], **options)
+    def of(backend: str = backends.FAULTY, *others: Any, **options: Any) -> dict[str, Any]:
+        return trained(Blocks(), folder, [Regional(backend=backend), *others], **options)
 
     facts: Facts = {
         "eager": trained(Blocks(), folder, []),
@@ -138,14 +131,6 @@ def trainings(folder: Path) -> Facts:
         module.layers = torch.nn.ModuleList(Numbered(number, counts if second else 0) for number in numbers)
         facts[name] = trained(module, folder, [Regional(backend="eager")])
         regions.RECOMPILE_LIMIT = limit
-    for name, (kind, _) in MANUAL.items():
-        ddp = {"ddp": "ddp_find_unused_parameters_true"}
-        facts |= {
-            f"{name}, off": of(module=kind, parity="off", **ddp),
-            f"{name}, right": of(module=kind, **ddp),
-            f"{name}, broken": of(broken, module=kind, **ddp),
-            f"{name}, wrong": of(module=kind, fault=1, **ddp),
-        }
     return facts
 
 
@@ -180,8 +165,8 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
     return on_ranks(trainings, tmp_path_factory.mktemp("processes"))
 
 
-def assert_finished(fact: dict[str, Any], weights: list[float], steps: int = STEPS) -> None:
-    assert (fact["error"], fact["steps"]) == (None, steps)
+def assert_finished(fact: dict[str, Any], weights: list[float]) -> None:
+    assert (fact["error"], fact["steps"]) == (None, STEPS)
     assert fact["weights"] == pytest.approx(weights, rel=1e-5, abs=1e-6)
 
 
@@ -254,16 +239,6 @@ def test_the_limit_of_graphs_on_one_ends_neither(mode: str, processes: list[Fact
         assert_finished(facts[mode], processes[0]["eager"]["weights"])
         assert list(facts[mode]["eager"]) == LAYERS
         assert "recompile_limit" in facts[mode]["eager"]["layers.0"]
-
-
-@pytest.mark.parametrize("name", MANUAL)
-def test_modules_that_optimize_by_hand_are_checked_alike(name: str, processes: list[Facts]) -> None:
-    weights, steps = processes[0][f"{name}, off"]["weights"], MANUAL[name][1]
-    for facts in processes:
-        for mode in ("right", "broken", "wrong"):
-            assert_finished(facts[f"{name}, {mode}"], weights, steps)
-            assert bool(facts[f"{name}, {mode}"]["eager"]) is (mode != "right")
-        assert (facts[f"{name}, right"]["parity"], facts[f"{name}, right"]["audits"][0]) == ("passed", "clean")
 
 
 def test_sharded_blocks_that_do_not_compile_run_eager_on_both(pair: Pair, tmp_path: Path) -> None:

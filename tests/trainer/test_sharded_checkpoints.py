@@ -19,7 +19,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -27,11 +26,11 @@ from torch.utils.data import DataLoader
 from tests.processes import Pair, RanksFailed, on_ranks
 from tests.trainer.lightning_modules import quiet_trainer
 from tests.trainer.runs import train
-from trainer.checkpoint_files import INDEX, META, beside, find_checkpoint, is_directory
 from trainer.checkpoints import open_checkpoint
 from trainer.loops import checkpoint_io
 from trainer.loops.checkpoint_io import AtomicCheckpointIO
 from trainer.loops.fsdp2 import FSDP2
+from trainer.run_files import INDEX, META, beside, find_checkpoint, is_directory
 from trainer.telemetry.record import RunRecord
 
 pytestmark = pytest.mark.xdist_group("two_processes")
@@ -192,11 +191,6 @@ def test_keys_and_states_are_those_of_one_process(crossed: dict[str, Any], folde
 
 def shapes(tree: Any) -> Any:
     return checkpoint_io.mapped(tree, lambda _, tensor: (type(tensor), tensor.shape, tensor.dtype))
-
-
-def test_torch_makes_one_file_of_the_weights_in_a_directory(crossed: dict[str, Any], folder: Path) -> None:
-    format_utils.dcp_to_torch_save(folder / "directory" / "last.ckpt", folder / "weights.pt")
-    Small().load_state_dict(torch.load(folder / "weights.pt", weights_only=True)["state_dict"])
 
 
 # ---- what is not whole ---------------------------------------------------------------------------------------------

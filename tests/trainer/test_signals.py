@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -35,33 +34,11 @@ def test_a_signal_waits_for_the_end_and_is_then_what_it_was_before() -> None:
         assert said == ["imported"]
 
 
-def test_python_s_own_interrupt_waits_too() -> None:
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    said: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        imported(signal.SIGINT, said=said)
-    assert said == ["imported"]
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
-
-
 def test_a_failed_import_is_told_before_a_signal_that_waits_and_handlers_come_back() -> None:
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(ImportError), uninterrupted_import():
         raise ImportError("no torch")
     assert signal.getsignal(signal.SIGINT) == handler
-
-
-def test_other_threads_cannot_set_handlers_and_need_not() -> None:
-    seen: list[str] = []
-
-    def work() -> None:
-        with uninterrupted_import():
-            seen.append("imported")
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == ["imported"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

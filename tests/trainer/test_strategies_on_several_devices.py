@@ -135,7 +135,7 @@ def strategies_of(arm: str) -> list[Any]:
 
 def lightning_strategy(name: str) -> Any:
     if name == "ddp":
-        from trainer.loops.distributed import DDP
+        from trainer.loops.ddp import DDP
 
         return DDP()
     from trainer.loops.fsdp2 import FSDP2

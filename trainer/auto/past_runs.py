@@ -16,7 +16,7 @@ from strategies.cached.cache_session import facts_of, fingerprint_of
 from strategies.compile_options import cache_directories
 from strategies.loop_protocol import Loop
 from tasks.base import cache_folder
-from trainer.auto.rule import CACHED_SECONDS, DERIVING, EAGER, SETUP_SECONDS, Timings
+from trainer.auto.rule import CACHED_SECONDS, CAPTURE_SECONDS, DERIVING, EAGER, Timings
 from trainer.telemetry.serialization import nan_to_none, written_whole
 
 FORMAT = 6
@@ -69,8 +69,7 @@ def load_timings(timings: Timings, file: Path) -> str | None:
                 continue
             arm.step_seconds, setup, arm.failed = values["step_seconds"], values["setup_seconds"], values["failed"]
             if setup is not None and arm.module != EAGER:  # that run may have compiled what is there now, or found it
-                bound = CACHED_SECONDS[arm.module] if warm else SETUP_SECONDS[arm.module]
-                setup = min(setup, bound) if warm else max(setup, bound)
+                setup = min(setup, CACHED_SECONDS) if warm else None
                 timings.cached |= {arm.module} if warm else set()
             arm.setup_seconds = setup
         return str(kept["written"])
@@ -80,7 +79,7 @@ def load_timings(timings: Timings, file: Path) -> str | None:
 
 def save_timings(timings: Timings, file: Path) -> str | None:
     """Write what this run knows; returns why it could not, None when it could."""
-    captures = SETUP_SECONDS["cuda_graph"] * (len(timings.shapes) - 1 + timings.new_shapes(10**6))
+    captures = CAPTURE_SECONDS * (len(timings.shapes) - 1 + timings.new_shapes(10**6))
     arms = {}
     for arm in timings.arms.values():
         if arm.step_seconds is not None or arm.failed is not None:

@@ -27,7 +27,7 @@ from trainer.callback import Compile as Compile
 from trainer.callback import CompiledNothing as CompiledNothing
 from trainer.config import register_strategy as register_strategy
 from trainer.config import register_task as register_task
-from trainer.loops.distributed import DDP as DDP
+from trainer.loops.ddp import DDP as DDP
 from trainer.loops.fsdp2 import FSDP2 as FSDP2
 from trainer.loops.huggingface import compile_trainer as compile_trainer
 from trainer.loops.own_loop import PlainTraining as PlainTraining

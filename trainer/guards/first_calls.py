@@ -13,8 +13,8 @@ from strategies import Program
 from strategies.loop_protocol import Loop, StepHook, gathered
 from strategies.regions import CalledModules, instead_of, leave_compiled, uncompile
 from trainer.telemetry.record import RunRecord
-from trainer.telemetry.serialization import first_few
 from trainer.telemetry.telemetry import Telemetry
+from trainer.wording import first_few
 
 
 class FirstCalls(StepHook):

@@ -2,8 +2,9 @@
 
 No step is repeated to be timed. Once there are enough steady steps, two steps train in eager and two as the run does,
 again and again, for a small share of the run; each window's first step is left out, since it brings its code and memory
-back. Nothing waits for the device between the steps of a half: eager launches ahead as it does without us. A run that
-is slower says so, or goes on in eager. The record's verdict is made of the same steps.
+back. Nothing waits for the device between the steps of a half, since eager launches ahead without us too, nor after a
+window, whose times are read a step later: the steps that follow it count as the run's own. A run that is slower says
+so, or goes on in eager. The record's verdict is made of the same steps.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from strategies.loop_protocol import Loop, StepHook
 from trainer.telemetry import hardware
 from trainer.telemetry.machine_monitor import now
 from trainer.telemetry.meter import StepClock
-from trainer.telemetry.serialization import number
 from trainer.telemetry.telemetry import Telemetry
+from trainer.wording import number
 
 STEADY_STEPS = 20
 """Steady steps after which windows begin."""
@@ -31,7 +32,8 @@ SHARE = 0.05
 APART_STEPS = 10
 """Steps between two windows, at least."""
 WINDOW = 2
-"""Steps of a window that are timed, after one that is not."""
+"""Steps of half a window that are timed, after one that is not."""
+HALF = 1 + WINDOW
 ENOUGH, MAX_WINDOWS = 5, 20
 """Windows from which on a run may be called slower, and the most of them."""
 MARGIN, MIN_SLOWER = 1.05, 0.9
@@ -66,69 +68,66 @@ class Timing(StepHook):
         self._spent = 0.0
         self._next = math.inf
         self._planned = False
-        self._window: Window | None = None
-        self._in_eager = False
-        self._left = 0
         self._clock: StepClock | None = None
+        self._open = False
+        """Whether a window has begun and is not over."""
         self._step_began: Any = None
         self._laps: list[tuple[Any, Any]] = []
-        """Begin and end of the steps of half a window, in the device's own time."""
+        """Begin and end of the steps of a window, in the device's own time: those in eager, then the run's own."""
         self._replays = self._peak = 0
+        self._replayed = False
         self._eagerly = contextlib.ExitStack()
         self._found_slower = False
 
     def before(self, batch: Any) -> None:
         if not self._wanted:
             return
-        if self._window is None and self._step_began is None and self._telemetry.meter.ended >= self._next:
-            self._window, self._in_eager, self._left = Window(), True, 1 + WINDOW
-        if self._window is None or self._step_began is not None:  # or within the micro-batches of a step
+        if not self._open and self._telemetry.meter.ended >= self._next:
+            self._open = True
+        if not self._open or self._step_began is not None:  # or within the micro-batches of a step
             return
         self._telemetry.leave_out()
-        if self._in_eager:
+        if len(self._laps) < HALF:
             self._peak = hardware.peak_bytes(self._loop.device)
             self._eagerly.enter_context(eager(self._program))
             if self._program.step is not None:
                 self._eagerly.enter_context(self._program.step.left_out())
         if self._clock is None:
             self._clock = StepClock(self._loop.device)
-        if not self._laps:
+        if len(self._laps) in (0, HALF):
             hardware.synchronize(self._loop.device)  # for what the other half has launched
-        self._replays = self._program.replays
+            self._replays = self._program.replays
         self._step_began = self._clock.now()
 
     def after(self, *, stepped: bool) -> None:
         if not self._wanted or not stepped:
             return
-        if self._window is not None and self._step_began is not None:
+        if self._step_began is not None:
             assert self._clock is not None
             self._laps.append((self._step_began, self._clock.now()))
             self._step_began = None
             self._eagerly.close()
-            if self._in_eager:  # its memory is no part of the run's own
+            if len(self._laps) <= HALF:  # its memory is no part of the run's own
                 hardware.count_peak_from(self._loop.device, self._peak)
-            self._left -= 1
-            if not self._left:
-                laps, self._laps = self._laps, []
-                self._take(self._window, [self._clock.seconds(*lap) for lap in laps])
+            if len(self._laps) == 2 * HALF:
+                self._open, self._next = False, math.inf
+                self._replayed = self._program.replays > self._replays
+        elif self._laps:
+            self._read()
         elif not self._planned and self._loop.steps_done % self._loop.log_every_n_steps == 0:
             self._plan_first()
 
-    def _take(self, window: Window, seconds: list[float]) -> None:
-        """The steps of half a window are over."""
-        if self._in_eager:
-            self._spent += sum(seconds)
-            window.eager_seconds = seconds[1:]
-            self._in_eager, self._left = False, 1 + WINDOW
-            return
-        window.compiled_seconds = seconds[1:]
-        window.replayed, self._window = self._program.replays > self._replays, None
+    def _read(self) -> None:
+        """A window is over, and a step after it launched: the device does not idle while its times are read."""
+        assert self._clock is not None
+        seconds = [self._clock.seconds(*lap) for lap in self._laps]
+        self._laps = []
+        self._spent += sum(seconds[:HALF])
+        window = Window(eager_seconds=seconds[1:HALF], compiled_seconds=seconds[HALF + 1 :], replayed=self._replayed)
         self._windows.append(window)
         self._judge()
-        if len(self._windows) >= MAX_WINDOWS or self._found_slower:
-            self._next = math.inf
-        else:
-            self._plan(statistics.median(window.eager_seconds) * (1 + WINDOW))
+        if len(self._windows) < MAX_WINDOWS and not self._found_slower:
+            self._plan(statistics.median(window.eager_seconds) * HALF)
 
     def _plan_first(self) -> None:
         median = self._telemetry.meter.median_seconds
@@ -136,7 +135,7 @@ class Timing(StepHook):
         if not self._loop.all_ranks(enough) or median is None:  # each process asks, whatever it knows itself
             return
         program = self._program
-        if not (program.regions or program.step is not None or program.compiled_beside_regions):
+        if not self._compiles():
             self._wanted = False
             return
         if self._loop.world_size > 1 and program.step is not None:
@@ -146,7 +145,12 @@ class Timing(StepHook):
             )
             return
         self._planned = True
-        self._plan(2 * median * (1 + WINDOW), gap=0)
+        self._plan(2 * median * HALF, gap=0)
+
+    def _compiles(self) -> bool:
+        """Whether there is anything to compare with eager."""
+        program = self._program
+        return bool(program.regions or program.step is not None or program.compiled_beside_regions)
 
     def _plan(self, cost: float, gap: int = APART_STEPS) -> None:
         """Say when the next window, whose eager steps are going to take ``cost`` seconds, is due."""
@@ -175,5 +179,10 @@ class Timing(StepHook):
 
     def close(self) -> None:
         self._eagerly.close()
-        if self._wanted and self._windows == [] and self._planned:
-            self._program.report.setdefault("slowdown", {})["short_of_time"] = True
+        if not self._wanted or self._windows or not self._compiles():
+            return
+        facts, steady = self._program.report.setdefault("slowdown", {}), len(self._telemetry.meter.steady.seconds)
+        if steady < STEADY_STEPS:
+            facts["reason"] = f"eager is timed beside it from {STEADY_STEPS} steady steps on, and it had {steady}"
+        else:
+            facts["short_of_time"] = True

@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, empty
 
-from trainer.checkpoint_files import INDEX, META, beside, is_directory
-from trainer.loops.distributed import host_group
+from trainer.loops.ranks import host_group
+from trainer.run_files import INDEX, META, beside, is_directory
 from trainer.telemetry.serialization import written_whole
 
 SPREAD = ("state_dict", "optimizer_states")

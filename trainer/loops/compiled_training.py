@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from strategies import Auto, Program, Ragged, Stage, Strategy
-from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, ordered
+from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, no_texts, ordered
 from strategies.compiler_warmup import Preparation
 from strategies.loop_protocol import Loop, StepHook
 from strategies.regions import compiled_already, leave_compiled, uncompile
@@ -34,9 +34,9 @@ from trainer.advice import in_python, speaking_python
 from trainer.guards import Guarding
 from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import NOT_STARTED, RunRecord, TrainingInfo
-from trainer.telemetry.serialization import first_few
 from trainer.telemetry.telemetry import BatchCounter, Telemetry
 from trainer.telemetry.tensorboard import TensorBoardPages
+from trainer.wording import first_few
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.step_capture import StepCapture
@@ -162,13 +162,16 @@ class CompiledTraining:
         # An iterator serves once.
         kept: dict[str, Any] = {name: list(one) if isinstance(one, Iterator) else one for name, one in given.items()}
         for name in ("whole", "blocks", "parts"):
-            if isinstance(kept[name], str):  # each letter would be taken for a path
-                raise ValueError(f"{name}={kept[name]!r} is a text, not a list: write [{kept[name]!r}]")
+            if complaint := no_texts(kept[name]):
+                raise ValueError(f"{name}={kept[name]!r} {complaint}")
         for entry in kept["ragged"]:
-            if isinstance(entry, str) or not isinstance(entry, Sequence) or not 2 <= len(entry) <= 4:
+            pair = not isinstance(entry, str) and isinstance(entry, Sequence) and 2 <= len(entry) <= 4
+            if not pair or not isinstance(entry[1], int):
                 raise ValueError(
                     f"ragged={kept['ragged']!r}: each is (name, dimension, padding, extra), the last two optional"
                 )
+        if count is not None and not callable(count):
+            raise ValueError(f"count={count!r} is not a function of a batch")
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps={warmup_steps} must be at least 0")
         if profile not in PROFILE:

@@ -27,8 +27,8 @@ from strategies.base import Padding
 from strategies.loop_protocol import RunMicroBatch
 from strategies.padding import length_of, to_edge
 from trainer.loops.compiled_training import CompiledTraining
-from trainer.loops.distributed import SingleProcessLoop
 from trainer.loops.lightning_internals import replace, replaced
+from trainer.loops.plain import SingleProcessLoop
 from trainer.telemetry.record import TrainingInfo
 
 LOGGED = "speed/"
@@ -199,6 +199,10 @@ class HuggingFaceLoop(SingleProcessLoop):
         """Hears of each checkpoint."""
         self.batch: Any = None
         """The batch under way."""
+        self._begun = True
+        """Whether ``training`` has heard of it: the Trainer's step prepares it, which may generate it, and once."""
+        self._prepares = True
+        """Whether it does; a step of the user's own may not."""
         self.loss: Tensor | None = None
         """Its loss, detached and divided by the micro-batches of a step."""
         self._replaced = contextlib.ExitStack()
@@ -213,12 +217,18 @@ class HuggingFaceLoop(SingleProcessLoop):
         self._replaced.close()
 
     def _training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        inputs = self._trainer._prepare_inputs(inputs)
-        self.batch = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        self._flops = self._trainer.current_flos
-        self._training.batch_begins(self.batch)
+        self._flops, self._begun = self._trainer.current_flos, False
+        if not self._prepares:
+            self._begin(inputs)
         self.loss = self._step(model, inputs, num_items_in_batch)
+        if not self._begun:
+            self._prepares = False
+            self._begin(inputs)
         return self.loss
+
+    def _begin(self, inputs: Any) -> None:
+        self.batch, self._begun = dict(inputs) if isinstance(inputs, Mapping) else inputs, True
+        self._training.batch_begins(self.batch)
 
     def _prediction_step(self, model: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
         self._training.evaluation_begins(inputs)
@@ -231,6 +241,8 @@ class HuggingFaceLoop(SingleProcessLoop):
         inputs, padding = self._prepare(inputs), self._padding
         if padding is not None:
             inputs = to_edge(inputs, padding.ragged, padding.edge_of(length_of(inputs, padding.ragged)))
+        if not self._begun:
+            self._begin(inputs)
         return inputs
 
     def micro_batch_ends(self) -> None:
@@ -274,8 +286,9 @@ class HuggingFaceLoop(SingleProcessLoop):
     def count(self, batch: Any) -> tuple[int, int | None, int | None, int | None]:
         """Samples, token positions, those that are no padding (where there is an attention mask), and the Trainer's own
         count of floating-point operations, of the batch under way."""
-        tensors = [one for one in batch.values() if isinstance(one, Tensor) and one.ndim]
-        words, mask = batch.get("input_ids"), batch.get("attention_mask")
+        named = batch if isinstance(batch, Mapping) else {}
+        tensors = [one for one in (named.values() if named else batch) if isinstance(one, Tensor) and one.ndim]
+        words, mask = named.get("input_ids"), named.get("attention_mask")
         # Only where the Trainer itself has read the loss by now does nobody wait for the device.
         known = self.device.type == "cpu" or self._trainer.args.logging_nan_inf_filter
         useful = int(mask.sum()) if known and isinstance(mask, Tensor) and mask.ndim == 2 else None

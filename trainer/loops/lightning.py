@@ -13,15 +13,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from strategies.loop_protocol import LogCall, RunMicroBatch
-from trainer.loops.distributed import DistributedLoop
+from trainer.loops.ddp import DDP_WARMUP_STEPS
 from trainer.loops.lightning_internals import (
     LightningMicroBatch,
     hooks_within_step,
@@ -31,6 +33,7 @@ from trainer.loops.lightning_internals import (
     replaced,
     untested_version,
 )
+from trainer.loops.ranks import RankReductions
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -39,7 +42,7 @@ Value = TypeVar("Value")
 _LOG_PARAMETERS = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
 
 
-class LightningLoop(DistributedLoop):
+class LightningLoop(RankReductions):
     """The training loop of one ``Trainer.fit``; see ``Loop`` for what the members mean."""
 
     def __init__(self, trainer: L.Trainer, *, cuda_graphs: bool = False) -> None:
@@ -188,6 +191,42 @@ class LightningLoop(DistributedLoop):
             saved(str(filepath))
 
         return replace(self._trainer, "save_checkpoint", save_checkpoint)
+
+    # ---- several processes -----------------------------------------------------------------------------------------
+
+    def broadcast(self, value: Value) -> Value:
+        return self._trainer.strategy.broadcast(value)
+
+    def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
+        strategy = self._trainer.strategy
+        return cast(Tensor, strategy.reduce(tensor.to(strategy.root_device), reduce_op=how))
+
+    def collectives_obstacle(self) -> str | None:
+        strategy = self._trainer.strategy
+        if isinstance(strategy, lightning_classes(SingleDeviceStrategy, ModelParallelStrategy)):
+            # Options of ours: what is gathered or reduced differs between the micro-batches of a step then.
+            kept = not getattr(strategy, "reshard_after_backward", True) or getattr(
+                strategy, "reduce_each_micro_batch", False
+            )
+            if kept and self._trainer.accumulate_grad_batches > 1:
+                return "with accumulation, reshard_after_backward=false and reduce_each_micro_batch=true run uncaptured"
+            return None
+        model = strategy.model
+        if not isinstance(strategy, lightning_classes(DDPStrategy)) or not isinstance(model, DistributedDataParallel):
+            return f"no graph holds the steps of {type(strategy).__name__}; under ddp and fsdp2 it does"
+        if model.find_unused_parameters:
+            return "DDP with find_unused_parameters asks the device in every step which parameters were used"
+        if model.static_graph:
+            return "DDP with static_graph=True is not compared with eager, so that nothing would check its graphs"
+        return None
+
+    @property
+    def capture_warmup_steps(self) -> int:
+        return DDP_WARMUP_STEPS if isinstance(self._trainer.strategy, lightning_classes(DDPStrategy)) else 0
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return getattr(self._trainer.strategy, "stream", None)
 
 
 def throwaway_trainer(folder: str, module: L.LightningModule, callbacks: list[L.Callback], **options: Any) -> L.Trainer:

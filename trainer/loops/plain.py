@@ -8,22 +8,72 @@ door for scripts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from strategies.loop_protocol import RunMicroBatch
-from trainer.loops.distributed import SingleProcessLoop
+from strategies.loop_protocol import LogCall, RunMicroBatch
 from trainer.loops.lightning_internals import replace
+from trainer.loops.ranks import RankReductions
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+Value = TypeVar("Value")
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """What the forward and the loss are cast to, by Lightning's name for the precision."""
+
+
+class SingleProcessLoop(RankReductions):
+    """Nobody has to be asked; see ``Loop`` for what the members mean."""
+
+    cuda_graphs = False
+    manual = False
+    world_size = 1
+    is_first_process = True
+    capture_warmup_steps = 0
+    stream: torch.cuda.Stream | None = None
+    _fetching: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)
+
+    def broadcast(self, value: Value) -> Value:
+        return value
+
+    def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
+        return tensor
+
+    def collectives_obstacle(self) -> str | None:
+        return None
+
+    def constants(self) -> Hashable:
+        return ()  # nothing of it changes within a training
+
+    def around_fetch(self, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+        return replace(self, "_fetching", (before, after))
+
+    def fetched(self, batches: Iterator[Value]) -> Iterator[Value]:
+        """``batches``, each of which is fetched between what ``around_fetch`` was given."""
+        while True:
+            before, after = self._fetching
+            before()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                after()
+            yield batch
+
+    def unreadable_types(self) -> Mapping[type, str]:
+        return {}
+
+    def recording_logs(self) -> contextlib.AbstractContextManager[list[tuple[LogCall, Any]]]:
+        return contextlib.nullcontext([])
+
+    def write_logs(self, calls: Iterable[tuple[LogCall, Any]]) -> None:
+        """Nothing was kept."""
 
 
 class PlainLoop(SingleProcessLoop):

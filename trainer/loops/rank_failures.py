@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.compile_errors import one_line
-from trainer.loops.rank_consistency import describe_process
+from trainer.loops.ranks import describe_process
 from trainer.process import others
 from trainer.telemetry.record import RunRecord
 

@@ -19,7 +19,8 @@ from trainer.advice import program
 from trainer.report import statistics
 from trainer.report.runs import Cell, Run, deciding, group, parity_of, start_of
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Crossing, Estimate, Ratio, Sample, rounded
-from trainer.telemetry.serialization import counted, printable
+from trainer.telemetry.serialization import printable
+from trainer.wording import counted
 
 AT_STEPS = (500, 2000, 20000)
 """Numbers of steps for which total times are given."""
@@ -28,15 +29,15 @@ STARTING = ("import_seconds", "own_setup_seconds")
 SAME_WORK = 0.01
 """Samples a step of two arms that differ by less, relatively, count as equal: the last batch of an epoch is smaller."""
 MIN_STEPS = 20
-"""Steady steps, or timed batches, below which a run's figures are thin."""
+"""Steady steps, or timed batches, below which a run's figures are uncertain."""
 MAX_NEW_SHAPES = 0.2
 """Share of a run's steps that met a new shape; what is left out then are the rare ones, often the longest."""
 MAX_SPREAD = 0.15
-"""Between the slowest and the fastest run of a cell, over their median; more makes its figures thin."""
+"""Between the slowest and the fastest run of a cell, over their median; more makes its figures uncertain."""
 MAX_LOSS = 0.05
 """Relative distance of final losses, beyond the spread of either arm's runs, from which on they are said to differ."""
 BUSY = "measured while the machine was busy"
-THIN = "thin"
+UNCERTAIN = "uncertain"
 """First words of these flags."""
 
 
@@ -211,10 +212,10 @@ def _verdict(found: WorkloadComparison) -> str:
         text = "cannot tell from single runs; repeat with hydra.launcher.rounds=3"
     else:
         text = f"no difference from {base} is shown; more rounds or longer runs may show one"
-    # What weakens it: thin figures of the arms that it names, or runs that are unlike.
+    # What weakens it: uncertain figures of the arms that it names, or runs that are unlike.
     arms = {base, *(crossing.arm for crossing in found.crossings)}
-    thin = any(flag.startswith(THIN) for row in found.rows if row.cell.arm in arms for flag in row.flags)
-    weak = [*(["on thin figures"] if thin else []), *(["of runs that are unlike"] if found.unlike else [])]
+    doubtful = any(flag.startswith(UNCERTAIN) for row in found.rows if row.cell.arm in arms for flag in row.flags)
+    weak = [*(["on uncertain figures"] if doubtful else []), *(["of runs that are unlike"] if found.unlike else [])]
     return text + (f" ({', '.join(weak)})" if weak else "")
 
 
@@ -331,7 +332,7 @@ def flags_of(cell: Cell, baseline: Cell | None) -> list[str]:
         flags.append(f"another network: {other['class']} of {other['parameters']:,} parameters, not the task's")
     if cell.profiled:
         flags.append(f"{counted(len(cell.profiled), 'run')} under the profiler left out")
-    flags += [*_loss(cell, baseline), *_compiled(cell), *_thin(cell)]
+    flags += [*_loss(cell, baseline), *_compiled(cell), *_uncertain(cell)]
     if unknown := [run for run in cell.cold if cell.compiles and start_of(run.record) is None]:
         flags.append(f"cache state unknown: its warm-up is counted as a cold start's{_of(unknown, cell)}")
     return flags
@@ -388,7 +389,7 @@ def _loss(cell: Cell, baseline: Cell | None) -> Iterator[str]:
             yield f"final loss {own:.4f}, the baseline's {base:.4f}"
 
 
-def _thin(cell: Cell) -> Iterator[str]:
+def _uncertain(cell: Cell) -> Iterator[str]:
     records = [run.record for run in cell.finished]
     found = []
     if few := [count for one in records if (count := one.steady_steps) is not None and count < MIN_STEPS]:
@@ -402,7 +403,7 @@ def _thin(cell: Cell) -> Iterator[str]:
     if spread > MAX_SPREAD:
         found.append(f"its runs differ by {spread:.0%}")
     if found:
-        yield f"{THIN}: {', '.join(found)}"
+        yield f"{UNCERTAIN}: {', '.join(found)}"
 
 
 def _of(found: Sequence[object], cell: Cell) -> str:

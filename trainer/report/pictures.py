@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.report.comparison import Row, WorkloadComparison
 from trainer.report.tables import interval, marked, number
-from trainer.telemetry.serialization import shorten
+from trainer.wording import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,10 +133,10 @@ def _through_first(ends: Mapping[str, Sequence[float]], baseline: str) -> str:
     steps = max(step for step, _ in ends.values())
     through = {arm: seconds for arm, (step, seconds) in ends.items() if step == steps}
     first = min(through, key=lambda arm: through[arm])
-    point = f"{shorten(first, MAX_END)} was through with {steps:,.0f} steps after {through[first]:,.0f} s"
+    point = f"{shorten(first, MAX_END)} trained {steps:,.0f} steps in {through[first]:,.0f} s"
     if first == baseline or baseline not in through:
         return point
-    return f"{point}, {shorten(baseline, MAX_END)} after {through[baseline]:,.0f} s"
+    return f"{point}, {shorten(baseline, MAX_END)} in {through[baseline]:,.0f} s"
 
 
 def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
@@ -163,7 +163,7 @@ def losses(comparison: WorkloadComparison, palette: Palette) -> Figure | None:
         return [{step: loss - theirs[step] for step, loss in ours.items() if step in theirs} for ours, theirs in pairs]
 
     titles = [f"Training loss, median and range over the runs, {seeds} seed{'s' * (seeds > 1)}"]
-    titles += [f"Less {shorten(comparison.baseline, 24)} of the same seed"] if base and len(arms) > 1 else []
+    titles += [f"The same minus {shorten(comparison.baseline, 24)} of that seed"] if base and len(arms) > 1 else []
     with _panels(titles, arms, palette) as (figure, panels):
         for axes, shown in zip(panels, (own, less), strict=False):
             for arm in arms:  # the baseline below the others, and wider: equal curves are both seen

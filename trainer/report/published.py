@@ -4,9 +4,9 @@ makes of them, and whether figures measured elsewhere agree with them. ``crucibl
 A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one workload, a line each. A page shows their
 table between ``<!-- table: NAME -->`` and ``<!-- end -->``; of ``losses-*.jsonl`` it shows the picture alone. Files
 ``*-models.jsonl`` hold several workloads; ``<!-- models: NAME -->`` begins a table of them all. Files ``same-*.jsonl``,
-of arms beside themselves, are for tests of the statistics. A ratio is the one that ``crucible
-compare`` gives, with the least and the largest of the rounds; other figures are medians. Of runs under the profiler
-only the device's own time of a step is taken, and the cold warm-up where no other run was. Where a page shows
+of arms beside themselves, are for tests of the statistics. A ratio is the one that ``crucible compare`` gives; other
+figures are medians. Ratios and steps have the least and the largest of the rounds beside them. Of runs under the
+profiler only the device's own time of a step is taken, and the cold warm-up where no other run was. Where a page shows
 ``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records. The README's table
 names its rows in ``<!-- summary``, one a line.
 """
@@ -28,9 +28,10 @@ from trainer.report import pictures
 from trainer.report.comparison import BUSY, Row, WorkloadComparison, compare_runs, unlike_conditions, wait_seconds
 from trainer.report.runs import Run, find, is_profiled, workload_of
 from trainer.report.statistics import break_even_steps, rounded
-from trainer.report.tables import ABSENT, NOT_SURE, NOTE, conditions_of, kept, number, piped, plain_lines
+from trainer.report.tables import ABSENT, NOT_SURE, conditions_of, kept, number, piped, plain_lines
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.serialization import nan_to_none, written_whole
+from trainer.wording import counted
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "records"
 LEFT_OUT = frozenset({"events", "notes", "verdict", "audits", "skipped_items", "final_metrics"})
@@ -61,7 +62,10 @@ RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
 TOKENS = "useful tokens/s"
 COLD, WARM = "warm-up s, cold", "warm-up s, warm"
 COUNTS = ("graphs", "graph breaks", "recompiles")
-NAMES = (RATIO, STEP, "device ms a step", TOKENS, "of roofline", COLD, WARM, "peak GiB", *COUNTS, LOSS)
+COLUMNS = (RATIO, STEP, "device ms a step", COLD, WARM, "peak GiB", "graph breaks", LOSS)
+"""Figures that a table shows. What follows from a step's time, and counts, ``check`` compares as well."""
+RANGED = (RATIO, STEP)
+"""Figures that a table shows with the least and the largest round."""
 TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
@@ -234,7 +238,7 @@ def range_text(name: str, values: Sequence[float], figure: float | None = None) 
     figure = middle(name, values) if figure is None else figure
 
     def text(value: float) -> str:
-        return f"{value:.0f}" if name in COUNTS else f"{value:.5g}" if name == LOSS else number(value)
+        return f"{value:.0f}" if name in COUNTS else f"{value:.4g}" if name == LOSS else number(value)
 
     low, shown, high = (text(each) for each in (min(values), figure, max(values)))
     return shown if low == high else f"{shown} ({low} to {high})"
@@ -246,38 +250,50 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
     rows = rows_in(compared, runs)
     records = [record for row in rows for record in row.records]
     on_cpu = all(record.device_type == "cpu" for record in records)
-    shown = [name for name in NAMES if not (on_cpu and name not in TOLERANCES)]
+    shown = [name for name in COLUMNS if not (on_cpu and name not in TOLERANCES)]
     columns = {"arm": [f"`{row.arm}`{' †' if (row.spread or 0) > MAX_SPREAD else ''}" for row in rows]}
-    columns["rounds"] = [str(len(row.records)) for row in rows]
+    rounds = [len(row.records) for row in rows]
+    columns |= _rounds_column(rounds)
     for name in shown:
-        columns[name] = [figure_text(row, name) for row in rows]
+        columns[name] = [cell_text(row, name) for row in rows]
     for place, row in enumerate(rows):
         if row.compared is compared.baseline_row:
             columns[RATIO][place] = "1"
         elif row.compared.ratio is not None and not row.compared.ratio.shown:
             columns[RATIO][place] = NOT_SURE + columns[RATIO][place]
     wide = any("†" in arm for arm in columns["arm"])
-    notes = [f"† its rounds spread by more than {MAX_SPREAD:.0%} of their median."] * wide
-    notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
+    notes = [f"† its rounds spread by more than {MAX_SPREAD:.0%}."] * wide
+    notes += [f"{NOT_SURE} no difference is shown."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
     notes += ["On a CPU the rows give ratios, no times."] * on_cpu
-    notes += [f"`{row.arm}`: {flag}." for row in rows for flag in row.compared.flags]
+    # The losses are a column.
+    notes += [f"`{row.arm}`: {flag}." for row in rows for flag in row.compared.flags if not flag.startswith(LOSS)]
     silent = [name for name in COUNTS if {ABSENT, "0"} >= set(columns.get(name, ()))]
     columns = {name: texts for name, texts in kept(columns).items() if name not in silent}
-    conditions = f"{compared.workload} · {_conditions(records)} · [records]({link})"
+    conditions = f"{compared.workload} · {_conditions(records, rounds)} · [records]({link})"
     return [conditions, "", *piped(columns), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
 
 
-def _conditions(records: Sequence[RunRecord]) -> str:
-    """Where and when, in one line: processor, clock, power and all versions are in the records beside it."""
+def cell_text(row: PublishedRow, name: str) -> str:
+    """A figure as a table shows it: ``figure_text``, of most figures without its range."""
+    values = row.figures.get(name, ())
+    return figure_text(row, name) if name in RANGED else range_text(name, [middle(name, values)] if values else ())
+
+
+def _rounds_column(rounds: Sequence[int]) -> dict[str, list[str]]:
+    """A column where rows differ; else ``_conditions`` says it once."""
+    return {"rounds": [str(each) for each in rounds]} if len(set(rounds)) > 1 else {}
+
+
+def _conditions(records: Sequence[RunRecord], rounds: Sequence[int]) -> str:
+    """Where and when, in one line: processor, load, clock, power and all versions are in the records beside it."""
     machines = [record.machine for record in records if record.machine is not None]
-    loads = [each.load_average for each in machines if each.load_average is not None]
     throttled = sorted({reason for each in machines for reason in each.gpu_throttled})
     facts = (
         [record.device for record in records],
         [f"torch {record.versions.get('torch')}" for record in records],
         [f"commit {commit[:10] + commit[40:]}" for commit in (record.git_commit or "unknown" for record in records)],
         sorted((record.started or "")[:10] for record in records),
-        [f"load average {range_text('', loads)}"] * bool(loads),
+        [counted(rounds[0], "round") if rounds[0] > 1 else "one run a row"] if len(set(rounds)) == 1 else [],
         [f"throttled: {', '.join(throttled)}"] * bool(throttled),
     )
     return " · ".join(" / ".join(dict.fromkeys(filter(None, each))) for each in facts if any(each))
@@ -289,15 +305,17 @@ def models(runs: Sequence[Run], link: str) -> list[str]:
     Eager's step is that of its runs, or of ``auto``, which begins in eager. Where there is neither, it is the one of
     the run's own windows by turns, which until 2026-11-28 were waited for step by step: eager is no slower (≤).
     """
-    texts, notes, records = [], [], []
+    texts, notes, records, rounds = [], [], [], []
     for found in workloads(runs):
         for row in rows_in(found, runs):
             records += row.records
+            rounds.append(len(row.records))
             texts.append(_model_row(found, row))
             notes += [f"{found.workload}, `{row.arm}`: {flag}." for flag in row.compared.flags]
     columns = {name: [text[name] for text in texts] for name in texts[0]}
-    notes += [f"{NOTE}."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
-    conditions = f"{_conditions(records)} · [records]({link})"
+    columns = {"model": columns["model"], "arm": columns["arm"]} | _rounds_column(rounds) | columns
+    notes += [f"{NOT_SURE} no difference is shown."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
+    conditions = f"{_conditions(records, rounds)} · [records]({link})"
     return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
 
 
@@ -329,14 +347,12 @@ def _model_row(found: WorkloadComparison, row: PublishedRow) -> dict[str, str]:
     return {
         "model": found.workload,
         "arm": f"`{row.arm}`{became}",
-        "rounds": str(len(row.records)),
         STEP: figure_text(row, STEP),
         "eager ms": ABSENT if eager is None else f"{bound}{number(eager * 1e3)}",
         RATIO: over,
         "wait s": ABSENT if wait is None else f"{wait:.0f}",
         "pays after": f"≥ {paid}" if bound and paid != ABSENT else paid,
-        "peak GiB": figure_text(row, "peak GiB"),
-        "graphs": figure_text(row, "graphs"),
+        "peak GiB": cell_text(row, "peak GiB"),
     }
 
 

@@ -18,7 +18,7 @@ from trainer.advice import as_typed, program, strategies_in_python
 from trainer.report import statistics
 from trainer.report.statistics import FASTER, NOT_SHOWN, SLOWER, Cost, Sample
 from trainer.telemetry.record import PEER, RunRecord, RunVerdict
-from trainer.telemetry.serialization import number
+from trainer.wording import number
 
 EAGER, NOT_COMPARED = "eager", "not compared"
 MANY_RECOMPILES = 3
@@ -142,7 +142,8 @@ def _next(record: RunRecord, verdict: RunVerdict) -> tuple[str, str] | None:
     if not of_lightning:  # what repeats it takes a LightningModule
         return None
     rounds = "rounds of whole runs" if record.script is None else "copies that take turns for minutes"
-    why = f"{rounds} may show one" if outcome == NOT_SHOWN else f"repeats it with {rounds}"
+    why = f"compares with eager, by {rounds}" if outcome == NOT_COMPARED else f"measures again, by {rounds}"
+    why = f"{rounds} may show one" if outcome == NOT_SHOWN else why
     return command(record, f"compile=eager,{same.removeprefix('compile=')}", "hydra.launcher.rounds=3", sweep=True), why
 
 

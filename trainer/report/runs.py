@@ -32,6 +32,7 @@ LOOSE = frozenset(
     {
         *("trainer.max_steps", "trainer.val_every_n_steps", "trainer.val_batches", "trainer.checkpoint_every_n_steps"),
         *("trainer.log_every_n_steps", "trainer.warmup_steps", "trainer.measure_peak", "trainer.progress"),
+        "trainer.summary",
     }
 )
 """Settings that a steady step does not depend on."""
@@ -115,12 +116,12 @@ class Cell:
         return shlex.join([*program(), *(["-m"] if by_sweep else []), *record.command])
 
 
-def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | None = None) -> list[Run]:
+def find(paths: str | Path | Iterable[str | Path], *, unreadable: Callable[[str], None] | None = None) -> list[Run]:
     """All runs below ``paths``, each once, in the order given and by name within one path.
 
     Args:
         paths: Record files, run folders, folders that hold such folders at any depth, or globs of these; or files of
-            published records, ``.jsonl``.
+            published records, ``.jsonl``; or one of them.
         unreadable: Called with the reason for a record that a search came upon and that cannot be read.
 
     Raises:
@@ -128,7 +129,7 @@ def find(paths: Iterable[str | Path], *, unreadable: Callable[[str], None] | Non
             by its own name, or any when ``unreadable`` is None.
     """
     found: dict[Path, list[Run]] = {}
-    for path in paths:
+    for path in [paths] if isinstance(paths, str | Path) else paths:
         # What exists by that name is not a pattern: Hydra writes brackets and equals signs into names of folders.
         matches = [str(path)] if Path(path).exists() else sorted(glob.glob(str(path), recursive=True))
         given = [Path(match) for match in matches]

@@ -171,17 +171,7 @@ def break_even_steps(cost: Cost, baseline: Cost) -> float:
 
 def envelope(costs: Mapping[str, Cost], baseline: Cost | None) -> list[Crossing]:
     """The arms of least total time over the number of steps, from step 0 on; the first named wins a tie."""
-    return least_total({arm: (overhead_seconds(cost, baseline), cost.step_seconds) for arm, cost in costs.items()})
-
-
-def best_at(crossings: Sequence[Crossing], steps: float) -> str:
-    """The arm of least total time for so many steps."""
-    return next(one.arm for one in reversed(crossings) if one.from_steps <= steps)
-
-
-def least_total(lines: Mapping[str, tuple[float, float]]) -> list[Crossing]:
-    """The same for seconds beside steady steps, and of a steady step, by arm: the rule by which a comparison advises,
-    and ``compile=auto`` begins with what an earlier run measured."""
+    lines = {arm: (overhead_seconds(cost, baseline), cost.step_seconds) for arm, cost in costs.items()}
     best = min(lines, key=lambda arm: lines[arm][0])
     steps, found = 0.0, [Crossing(0, best)]
     while True:
@@ -199,6 +189,11 @@ def least_total(lines: Mapping[str, tuple[float, float]]) -> list[Crossing]:
         if math.ceil(steps) == found[-1].from_steps:
             found.pop()
         found.append(Crossing(math.ceil(steps), best))
+
+
+def best_at(crossings: Sequence[Crossing], steps: float) -> str:
+    """The arm of least total time for so many steps."""
+    return next(one.arm for one in reversed(crossings) if one.from_steps <= steps)
 
 
 def rounded(steps: float) -> str:

@@ -15,9 +15,9 @@ from functools import partial
 from html import escape as escaped
 from typing import TYPE_CHECKING, Any
 
+from trainer import wording
 from trainer.report.runs import DECISIVE_VERSIONS, Cell, Run, deciding, fixed_settings, parity_of
 from trainer.report.statistics import Estimate, Ratio, estimate, rounded
-from trainer.telemetry import serialization
 from trainer.telemetry.record import RunRecord, set_parameters
 from trainer.telemetry.serialization import nan_to_none
 
@@ -110,7 +110,7 @@ def number(value: float | None) -> str:
         return ABSENT
     size = abs(value)
     if 0 < size < 0.01:
-        return serialization.number(value, 3)
+        return wording.number(value, 3)
     digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:,.{digits}f}"
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import itertools
 import tempfile
 import time
@@ -36,6 +37,7 @@ from strategies.compile_errors import one_line
 from strategies.compiler_warmup import Preparation, environment
 from strategies.regions import find_containers
 from strategies.torch_patches import compiled_codes, compiling_in, forget_compiled
+from tasks.base import suggest
 from trainer.advice import in_python
 from trainer.bucketed_loaders import loss_of_padding
 from trainer.callback import Compile
@@ -46,12 +48,13 @@ from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.runs import Run
 from trainer.run_end import main_script, script_name
+from trainer.run_start import origin
 from trainer.settings import TrainerConfig
-from trainer.sweep.environment import origin
 from trainer.sweep.progress import ProgressOutput, progress_output
 from trainer.telemetry import hardware
 from trainer.telemetry.hardware import note_machine
 from trainer.telemetry.record import FILE_NAME, RunRecord
+from trainer.wording import counted
 
 WARMUP_STEPS = 5
 MIN_STEADY_STEPS = 10
@@ -61,6 +64,10 @@ MAX_STEPS = 1_000_000_000
 """For learning-rate schedules, which are the same in every arm; turns end before."""
 OWN = ("logger", "max_steps", "max_epochs", "max_time", "min_steps", "min_epochs", "enable_checkpointing")
 """Options of Lightning's Trainer that are the comparison's."""
+TAKEN = ("strategies", "record", "measure_peak", "warmup_steps")
+"""Arguments of ``Compile`` that are."""
+ARGUMENTS = ("strategies", "seconds", "rounds", "seed", "trainer", "out", "quiet")
+"""Of the comparison itself."""
 
 
 def compare(
@@ -100,7 +107,7 @@ def compare(
         ValueError: Options that cannot be used.
         Exception: What eager itself raises.
     """
-    options = _checked(trainer, seconds=seconds, rounds=rounds)
+    options = _checked(trainer, strategies, declared, seconds=seconds, rounds=rounds)
     if out is not None and any(Path(out).glob(f"*/{FILE_NAME}")):
         raise ValueError(f"compare: out={str(out)!r} holds runs already; take another folder")
     ours = isinstance(module, lightning_classes(L.LightningModule))
@@ -116,7 +123,8 @@ def compare(
         arms, note = _arms(strategies, make(), declared, str(options.get("accelerator", "auto")))
         turns = _Turns(make=make, data=data, seed=seed, options=options, declared=declared, out=out)
         names = ", ".join(label(arm) for arm in arms)
-        telling.note(f"comparing {names}: {rounds} rounds, {seconds / rounds:g} s of eager each, as many steps of all")
+        times = f"{counted(rounds, 'round')}, {seconds / rounds:g} s of eager each"
+        telling.note(f"comparing {names}: {times}, as many steps of all")
         if note:
             telling.note(note)
         turns.all(arms, rounds, seconds / rounds, telling)
@@ -130,7 +138,15 @@ def compare(
     return found
 
 
-def _checked(trainer: Mapping[str, Any] | None, *, seconds: float, rounds: int) -> dict[str, Any]:
+def _checked(
+    trainer: Mapping[str, Any] | None, strategies: Any, declared: Mapping[str, Any], *, seconds: float, rounds: int
+) -> dict[str, Any]:
+    known = [name for name in inspect.signature(Compile).parameters if name not in TAKEN]
+    if unknown := [name for name in declared if name not in known]:
+        raise ValueError(f"compare: {unknown[0]} is not an argument{suggest(unknown[0], [*ARGUMENTS, *known])}")
+    if strategies is not None and (isinstance(strategies, str) or not isinstance(strategies, Sequence)):
+        arms = "[Regional(), [Regional(), Optimizer()]]"
+        raise ValueError(f"compare: strategies={strategies!r} is not a list of arms, such as {arms}")
     options = {"devices": 1, "limit_val_batches": 0, **(trainer or {})}
     if taken := [name for name in OWN if name in options]:
         raise ValueError(f"compare: trainer[{taken[0]!r}] is for the comparison to set; leave it out")

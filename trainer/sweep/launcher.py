@@ -40,9 +40,9 @@ from trainer.process import present_handlers, signal_handlers
 from trainer.report import tables
 from trainer.report.comparison import compare_runs
 from trainer.report.runs import Run
+from trainer.run_start import CACHES_DIRECTORY, ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables, initial_record
 from trainer.settings import Peer
 from trainer.sweep import plan
-from trainer.sweep.environment import CACHES_DIRECTORY, ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables, initial_record
 from trainer.sweep.plan import REFUSED, PlannedCell
 from trainer.telemetry.record import RunRecord
 

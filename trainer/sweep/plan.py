@@ -22,6 +22,7 @@ from trainer.telemetry.record import RunRecord
 
 LOCK_NAME = ".sweep.lock"
 OPTION = "sweep="
+RESUME = "resume="
 SWEEP_DIRECTORY = "hydra.sweep.dir"
 """What the option is to Hydra."""
 MAX_NAME = 120
@@ -213,14 +214,24 @@ def alone(directory: Path) -> Iterator[None]:
         yield
 
 
+def _resumable(argument: str) -> str:
+    """A ``resume=PATH`` that exists in quotes: Hydra reads commas and equals signs, which names of cells have, as its
+    own."""
+    path = argument.removeprefix(RESUME)
+    found = path not in ("", argument) and Path(path).expanduser().exists()
+    return f"{RESUME}{quoted(path)}" if found else argument
+
+
 def expanded(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with ``sweep=DIR`` as Hydra knows it. Raises ValueError where nothing else is given.
+    """``arguments`` with ``sweep=DIR`` and ``resume=PATH`` as Hydra knows them. Raises ValueError where ``sweep=`` is
+    given and nothing else.
 
     Nothing that a file names is run unseen: it can be anyone's.
     """
+    arguments = [_resumable(argument) for argument in arguments]
     chosen = [argument for argument in arguments if argument.startswith(OPTION)]
     if not chosen:
-        return list(arguments)
+        return arguments
     directory = Path(chosen[-1].removeprefix(OPTION)).expanduser()
     others = [argument for argument in arguments if argument not in (*chosen, "-m", "--multirun")]
     if not others:

@@ -25,8 +25,8 @@ import torch._dynamo.utils as dynamo_utils
 from torch import nn
 
 from trainer.telemetry.record import CompilerFigures, Event
-from trainer.telemetry.serialization import shorten
 from trainer.telemetry.source_lines import Line, display_path, innermost, line_at, lines_of_stack
+from trainer.wording import shorten
 
 MAX_LINES = 20
 MAX_REASON = 160

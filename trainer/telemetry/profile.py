@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from strategies.compiler_warmup import environment
 from trainer.telemetry import hardware
 from trainer.telemetry.meter import Step
-from trainer.telemetry.serialization import shorten
+from trainer.wording import shorten
 
 DIRECTORY = "profile"
 TRACE = "trace.json.gz"

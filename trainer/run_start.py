@@ -28,7 +28,7 @@ RECORDS_VARIABLE = "CRUCIBLE_RECORDS"
 """In the process of somebody's script: the folder that its records go to, whatever the script says."""
 CACHES_DIRECTORY = "caches"
 """Below a run's or a sweep's directory."""
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def cache_variables(caches: Path, *, store: bool = True) -> dict[str, str]:

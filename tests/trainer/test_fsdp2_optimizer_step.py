@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.processes import Pair
-from trainer.loops.sharded_step import ELEMENTWISE, clip_by_norm, step_on_shards
+from trainer.loops.fsdp2 import ELEMENTWISE, clip_by_norm, step_on_shards
 
 pytestmark = pytest.mark.xdist_group("two_processes")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import trainer_process
-from trainer.sweep import run_dirs
-from trainer.sweep.run_dirs import claim
+from trainer import run_files
+from trainer.run_files import claim
 from trainer.telemetry.record import RunRecord
 
 
@@ -88,26 +88,29 @@ def test_a_folder_with_another_runs_work_is_refused_and_stays_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("left", "arguments"),
+    ("left", "name", "within"),
     [
-        (finished, ["resume=run"]),
-        (killed, ["resume=run/checkpoints/last.ckpt"]),
-        (checkpoint_alone, ["resume=run/checkpoints"]),
+        (finished, "run", ""),
+        (killed, "run", "/checkpoints/last.ckpt"),
+        (checkpoint_alone, "run", "/checkpoints"),
+        (killed, "0-compile=eager,seed=1 ü", ""),
     ],
-    ids=["resumed", "resumed by its file", "resumed without a record"],
+    ids=["resumed", "resumed by its file", "resumed without a record", "a name that Hydra does not read"],
 )
 def test_a_folder_of_the_resumed_run_is_written_into(
     command_line: Any,
     called: list[Any],
     tmp_path: Path,
     left: Any,
-    arguments: list[str],
+    name: str,
+    within: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainer.settings.find_checkpoint", lambda resume: None)  # there is none to go on from
-    left(tmp_path / "run")
-    assert command_line("hydra.run.dir=run", *arguments) == 0
-    assert called[0]["run_dir"] == tmp_path / "run"
+    left(tmp_path / name)
+    assert command_line(f'hydra.run.dir="{name}"', f"resume={name}{within}") == 0
+    assert called[0]["run_dir"] == tmp_path / name
+    assert called[0]["config"].resume == f"{name}{within}"
 
 
 @pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_PROCID"])
@@ -125,7 +128,7 @@ def test_only_the_first_process_claims(
 def test_of_two_runs_that_claim_a_folder_at_once_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_dirs, "taken", lambda folder, resume: None)  # both have looked before either wrote
+    monkeypatch.setattr(run_files, "taken", lambda folder, resume: None)  # both have looked before either wrote
     assert claim(RunRecord(task="first"), tmp_path, None) is None
     monkeypatch.setattr(Path, "exists", lambda path: False)
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok: None)

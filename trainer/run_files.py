@@ -1,51 +1,47 @@
-"""Folders of runs: each belongs to one run, and none replaces the work of another. Part of the Hydra edge; no torch."""
+"""What a run leaves in its folder: a record and checkpoints. Each folder belongs to one run, and none replaces the work
+of another. Imports no torch."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
+import zipfile
 from pathlib import Path
-from typing import Any, ClassVar
 
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, read_write
-
-from trainer.checkpoint_files import DIRECTORY, LAST
-from trainer.process import detect_launch, is_first_process
 from trainer.telemetry.record import FILE_NAME, RunRecord
 
-CHECKPOINT = Path(DIRECTORY) / LAST
-"""Where a run leaves its checkpoint."""
+DIRECTORY = "checkpoints"
+LAST = "last.ckpt"
+META = "meta.pt"
+INDEX = ".metadata"
+"""Names that Lightning and torch give the two files of a directory that are not tensors."""
 
 
-class OwnFolder(Callback):
-    """Hydra's callback that looks at the folder of a run or sweep before anything is written into it."""
+def is_directory(path: Path) -> bool:
+    """Whether ``path`` is a checkpoint that several processes have written."""
+    return (path / META).is_file() and (path / INDEX).is_file()
 
-    place: ClassVar[str] = ""
-    """The folder, as the option that chooses it."""
-    wanted: ClassVar[Path] = Path()
-    """Where this process would leave its run, where it did not follow the first one."""
 
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Name the folder after SLURM's job; keep Hydra out of a folder that is another's."""
-        first, launch = is_first_process(), detect_launch(os.environ)
-        if launch is not None and launch.job is not None:
-            # Not the time: all processes name one folder then, and so does the job when it is put into the queue again.
-            written: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
-            with read_write(config):
-                config.hydra.run.dir = re.sub(r"\$\{now:[^}]*\}", f"slurm-{launch.job}", written["dir"])
-        OwnFolder.place = f"hydra.run.dir={config.hydra.run.dir}"
-        OwnFolder.wanted = Path(config.hydra.run.dir).absolute()
-        if not first or taken(OwnFolder.wanted, config.resume):
-            with read_write(config):
-                config.hydra.output_subdir = None
-                if launch is not None and not first:
-                    config.hydra.run.dir = "."  # Hydra makes it: on this host, or by this clock, there need be none
+def beside(path: Path, what: str) -> Path:
+    """``new``: where a checkpoint is written until it is whole. ``old``: where the one before it stays until then."""
+    return path.with_name(f".{path.name}.{what}")
 
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        OwnFolder.place = f"hydra.sweep.dir={config.hydra.sweep.dir}"
+
+def find_checkpoint(resume: str) -> Path:
+    """The checkpoint that ``resume=<run directory or checkpoint>`` means. Raises ValueError when there is no whole
+    one."""
+    given = Path(resume).expanduser()
+    named = [given / DIRECTORY / LAST, given / LAST] if given.is_dir() and not is_directory(given) else [given]
+    candidates = [*named, *(beside(path, "old") for path in named)]  # one that was being replaced by a directory
+    found = next((path for path in candidates if path.is_file() or is_directory(path)), None)
+    if found is None:
+        what = f"no {DIRECTORY}/{LAST} in it" if given.is_dir() else "no such file or directory"
+        raise ValueError(f"resume={resume}: {what}")
+    # A torch checkpoint is a zip file, whose directory stands at its end.
+    if found.is_file() and not zipfile.is_zipfile(found):
+        raise ValueError(f"resume={resume}: {found.name} is not a whole checkpoint")
+    return found
 
 
 def taken(folder: Path, resume: str | None) -> str | None:
@@ -57,7 +53,7 @@ def taken(folder: Path, resume: str | None) -> str | None:
             return None
     if (folder / FILE_NAME).exists():
         what = "the record of another run"
-    elif (folder / CHECKPOINT).exists():
+    elif (folder / DIRECTORY / LAST).exists():
         what = "the checkpoint of another run"
     else:
         return None
