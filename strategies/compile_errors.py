@@ -84,6 +84,9 @@ REPLACED = {
     "does not currently support double backward": (
         f"a gradient of its gradient is taken (create_graph=True), and compiled code has none; {SECOND_ORDER}"
     ),
+    "attempted to trace torch._numpy.random function": (
+        "its forward draws random numbers from numpy, which no graph does; fullgraph=false compiles around them"
+    ),
     "qualname: record_function.__enter__": (
         "record_function.__enter__ is not traced; Lightning's PyTorchProfiler calls it in a hook on each module: "
         "PyTorchProfiler(record_module_names=False) does not"

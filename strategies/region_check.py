@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import is_compile_error, is_out_of_memory
 from strategies.inductor_random import InductorDraws
-from strategies.region_state import Changed, Large, RegionState, drew_random_numbers, random_state
+from strategies.region_state import Changed, Large, RegionState, drew_random_numbers, random_state, seed_all
 from strategies.tolerance import CONSTANTS, SINGLE, UNCALIBRATED, Difference, Tensors, Unlowered, compare, exceeding
 from strategies.torch_patches import refused_elsewhere, without_inductors_graphs
 
@@ -263,13 +263,13 @@ def _compared(
     ended = b""
     of_one_graph = True
 
-    def run_compiled(calls: int = 1) -> None:
+    def run_compiled(calls: int = 1, seed: int | None = None) -> None:
         nonlocal seen, error, ended
         try:
             graphs = counters["stats"]["unique_graphs"]
-            seen = runs.run(compiled, calls=calls)
+            seen = runs.run(compiled, calls=calls, seed=seed)
             if counters["stats"]["unique_graphs"] != graphs:  # tracing may have run what compiled code leaves out
-                seen = runs.run(compiled, calls=calls)
+                seen = runs.run(compiled, calls=calls, seed=seed)
             ended = runs.ended
         except Exception as caught:
             if is_out_of_memory(caught):
@@ -287,7 +287,7 @@ def _compared(
             return Outcome(skipped=f"its forward may change {', '.join([*dict.fromkeys(runs.state.may_change)][:3])}")
         seen, error, of_one_graph = None, None, False
     eager = runs.run(runs.eager)
-    draws, eager_ended = runs.drew, runs.ended
+    draws, draws_on_host, eager_ended = runs.drew, runs.drew_on_host, runs.ended
     if seen is None and error is None:
         run_compiled()
     outcome = Outcome(reached=eager.reached, error=error, finite=eager.finite)
@@ -297,6 +297,14 @@ def _compared(
         exact, outcome.how = runs.exact(unit) if not draws else runs.rounded(unit)
         found = _differences(eager, seen, exact, unit, multiple)
         outcome.differences = runs.by_more_noise(found, eager, seen, unit, multiple)
+        if draws_on_host and not outcome.wrong:  # what was drawn as it was compiled is the same in all calls
+            expected = runs.run(runs.eager, seed=SEED)
+            exact, _ = runs.rounded(unit, seed=SEED) if draws else runs.exact(unit, seed=SEED)
+            run_compiled(seed=SEED)
+            outcome.error = error
+            if error is None:
+                found = _differences(expected, seen, exact, unit, multiple)
+                outcome.differences += runs.by_more_noise(found, expected, seen, unit, multiple, seed=SEED)
     else:
         found = None
         if not draws_alike and aligned is not False and of_one_graph:  # each graph draws seeds of its own
@@ -402,8 +410,8 @@ class _Runs:
         self._altered = self._finite = False
         self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
         self._of_loss = HALF_SCALE if _in_half_precision(module) else 1.0
-        self.drew = False
-        """Whether the last run drew random numbers."""
+        self.drew = self.drew_on_host = False
+        """Whether the last run drew random numbers of torch's generators, and of Python's or numpy's."""
         self.ended = b""
         """The state of torch's generators at its end."""
 
@@ -425,7 +433,7 @@ class _Runs:
         torch.clear_autocast_cache()
         began = torch._C._autograd._get_sequence_nr()
         if seed is not None:
-            torch.manual_seed(seed)
+            seed_all(seed)
         for _ in range(calls - 1):
             args, kwargs = _copied(self._given, dtype, off, finite=self._finite)[0]
             call(*args, **kwargs)
@@ -435,7 +443,7 @@ class _Runs:
             result = call(*args, **kwargs)
         tensors, plain = _taken_apart(result)
         after = random_state()
-        self.drew = drew_random_numbers(before, after)
+        self.drew, self.drew_on_host = drew_random_numbers(before, after)
         self.ended = b"".join(one.numpy().tobytes() for one in (after[2], *after[3]))
         changed = {name: one for name, (one, version) in versions.items() if version_of(one) != version}
         written = {name: _values(one.detach()).clone() for name, one in changed.items()}
@@ -450,13 +458,17 @@ class _Runs:
         roots = {name: one for name, one in tensors.items() if one.requires_grad and one.grad_fn is not None}
         wanted = {name: one for name, one in self._parameters.items() if one.requires_grad}
         of_inputs = {name: one for name, one in inputs.items() if one.is_leaf and one.requires_grad}
-        reached = [_reached(one, self._parameters) for one in tensors.values()]
+        graphs = [list(_nodes([one])) for one in tensors.values()]
+        names = {id(one): name for name, one in self._parameters.items()}
+        leaves = [{id(getattr(node, "variable", None)) for node in graph} for graph in graphs]
+        reached = [frozenset(names[one] for one in found if one in names) for found in leaves]
         if not roots or not (wanted or of_inputs):
             return {}, {}, reached
         weights = self._output_gradients(roots.values())
         every = [*wanted.values(), *of_inputs.values()]
         # What an earlier call of the step has left in an attribute or a cache has a graph that the step still needs.
-        kept = any(node._sequence_nr() < began for node in _nodes(roots.values()) if hasattr(node, "_sequence_nr"))
+        nodes = itertools.chain.from_iterable(graphs)
+        kept = any(node._sequence_nr() < began for node in nodes if hasattr(node, "_sequence_nr"))
         with without_hooks(self.module):
             found = torch.autograd.grad(list(roots.values()), every, weights, allow_unused=True, retain_graph=kept)
         named = dict(zip([*wanted, *of_inputs], found, strict=True))
@@ -487,7 +499,7 @@ class _Runs:
         finally:
             self._altered, self._finite = before
 
-    def exact(self, unit: float, drawn: list[Tensor] | None = None) -> tuple[_Run | None, str]:
+    def exact(self, unit: float, drawn: list[Tensor] | None = None, seed: int | None = None) -> tuple[_Run | None, str]:
         """Eager once more in a higher precision, or a rounding off where that fails; with numbers ``drawn`` before."""
         draws = None if drawn is None else InductorDraws(drawn=drawn)
         lowered = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
@@ -496,9 +508,9 @@ class _Runs:
         unlowered = Unlowered(dtype)
         try:
             with self.altering(), _in_precision(self.module, dtype), _without_autocast(), unlowered:
-                return self.run(self.eager, dtype=dtype, draws=draws), "exact"
+                return self.run(self.eager, dtype=dtype, draws=draws, seed=seed), "exact"
         except Exception:  # a kernel for one precision alone, or too little memory
-            return self.rounded(max(unit, unlowered.unit), drawn)
+            return self.rounded(max(unit, unlowered.unit), drawn, seed)
 
     def rounded(
         self,
@@ -550,7 +562,8 @@ class _Runs:
         try:
             counting = InductorDraws()
             self.run(eager, draws=counting)
-            for number in range(TRIES):
+            # From the present state, what was drawn as it was compiled is what eager draws.
+            for number in range(int(self.drew_on_host), TRIES + int(self.drew_on_host)):
                 seed = SEED + number if number else None
                 draws = InductorDraws(counting.counted)
                 expected = self.run(eager, draws=draws, seed=seed)
@@ -559,7 +572,7 @@ class _Runs:
                 if draws.passed:  # kernels of another precision would draw other numbers
                     exact, _ = self.rounded(unit, draws.drawn, seed)
                 else:
-                    exact, _ = self.exact(unit, draws.drawn)
+                    exact, _ = self.exact(unit, draws.drawn, seed)
                 found = _differences(expected, seen, exact, unit, multiple)
                 found = self.by_more_noise(found, expected, seen, unit, multiple, draws.drawn, seed)
                 if not exceeding(found):
@@ -824,12 +837,6 @@ def _values(tensor: Tensor) -> Tensor:
     """Those of a jagged tensor, of whose own shape no other tensor can be made; any other one as it is."""
     values: Tensor = tensor.values() if tensor.layout is torch.jagged else tensor
     return values
-
-
-def _reached(output: Tensor, parameters: Tensors) -> frozenset[str]:
-    """Names of the parameters that the gradient of ``output`` gets to."""
-    names = {id(one): name for name, one in parameters.items()}
-    return frozenset(names[id(one)] for one in leaves_of([output]) if id(one) in names)
 
 
 def leaves_of(results: Iterable[Tensor]) -> list[Tensor]:

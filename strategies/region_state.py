@@ -495,6 +495,7 @@ def _called_by(callables: Iterable[Any]) -> list[types.FunctionType]:
         if isinstance(function, types.FunctionType) and not _is_library(function.__module__):
             if id(function) not in found:
                 waiting += [function.__globals__.get(name) for name in function.__code__.co_names]
+                waiting += [one for one in _bound(function) if isinstance(one, types.FunctionType)]
             found[id(function)] = function
     return list(found.values())
 
@@ -676,13 +677,19 @@ def random_state() -> tuple[Any, ...]:
     return random.getstate(), copy.deepcopy(numpy.random.get_state()), torch.get_rng_state(), cuda
 
 
-def drew_random_numbers(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    """Whether any generator has moved from one ``random_state()`` to another."""
+def drew_random_numbers(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Whether a generator of torch's, and whether Python's or numpy's, has moved between two ``random_state()``."""
     python, array, host, cuda = before
     moved = now[0] != python or now[1][2] != array[2] or not numpy.array_equal(now[1][1], array[1])
-    return moved or not all(
-        torch.equal(one, other) for one, other in zip([host, *cuda], [now[2], *now[3]], strict=True)
-    )
+    torchs = zip([host, *cuda], [now[2], *now[3]], strict=True)
+    return not all(torch.equal(one, other) for one, other in torchs), moved
+
+
+def seed_all(seed: int) -> None:
+    """All of them."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import io
 import pickle
+import random
 import threading
 import time
 import types
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
 import torch.utils.flop_counter
 from lightning.pytorch import callbacks as lightning_callbacks
@@ -205,6 +207,36 @@ class ObservedBlock(DropoutBlock):
 
 
 CASES["ObservedBlock"] = Case(lambda: Module(Net([ObservedBlock(), ObservedBlock()])), {"data": vectors(6)}, False)
+
+
+GENERATOR = numpy.random.default_rng(0)
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "DrawsFromNumpy": lambda x: x * torch.from_numpy(numpy.random.rand(len(x), 1)).float(),
+    "MasksByNumpy": lambda x: x * float(numpy.random.choice(3, 1, replace=False)[0] > 0),
+    "DrawsFromAGenerator": lambda x: x * torch.from_numpy(GENERATOR.random((len(x), 1))).float(),
+    "DrawsFromPython": lambda x: x * random.uniform(0.5, 1.5),
+    "Shuffles": lambda x: x[shuffled(len(x))],
+}
+
+
+def shuffled(count: int) -> list[int]:
+    order = list(range(count))
+    random.shuffle(order)
+    return order
+
+
+for name, draws in DRAWS.items():
+
+    def drawing(self: Any, x: Tensor, draws: Any = draws) -> Tensor:
+        return Block.forward(self, draws(x) if self.training else x)
+
+    def seeding(self: Any) -> None:
+        GENERATOR.bit_generator.state = numpy.random.default_rng(3).bit_generator.state
+
+    CASES[name] = Case(
+        type(name, (Module,), {"block": type(name, (Block,), {"forward": drawing}), "on_fit_start": seeding}),
+        {"data": vectors(6)},
+    )
 
 
 def halved(own: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

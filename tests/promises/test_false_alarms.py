@@ -8,8 +8,8 @@ from crucible import Whole
 from torch import Tensor
 
 from tests.promises.architectures import drawn, tried
-from tests.promises.cases import DropoutBlock
-from tests.promises.training import Module, Net, train, vectors
+from tests.promises.cases import CASES, DropoutBlock
+from tests.promises.training import Module, Net, assert_as_eager, train, vectors
 from tests.sweep import some
 
 CLOSE = {False: 1e-3, True: 5e-2}
@@ -52,3 +52,12 @@ def test_layers_that_are_left_out_at_random() -> None:
     assert outcome.record is not None
     assert not outcome.record.eager_parts
     assert outcome.record.report["parity"]["how"] == ["seeds"]
+
+
+@pytest.mark.parametrize("name", ["DrawsFromNumpy", "MasksByNumpy", "DrawsFromAGenerator", "DrawsFromPython"])
+def test_numbers_that_are_drawn_on_the_host_are_eagers(name: str) -> None:
+    case = CASES[name]
+    eager, seen = (train(case.make, under, **case.options) for under in (None, [Whole(backend="aot_eager")]))
+    assert_as_eager(eager, seen)
+    assert seen.record is not None
+    assert (seen.record.eager_parts, seen.record.report["parity"]["verdict"]) == ({}, "passed")
