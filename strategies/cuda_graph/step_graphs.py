@@ -375,7 +375,7 @@ class StepGraphs:
         self._parts, self._repeating = parts or CompiledParts(), repeating
         self._beside, self._shape_rejected = beside, shape_rejected
         self._notes: list[str] = [] if notes is None else notes
-        self._min_over_ranks = min_over_ranks or int
+        self._several_ranks, self._min_over_ranks = min_over_ranks is not None, min_over_ranks or int
         self._warmup_steps = warmup_steps
 
     def run(self, kind: Hashable, batch: Any, calls: StepCalls, *, name: str) -> Any:
@@ -529,9 +529,7 @@ class StepGraphs:
             return Plan.EAGER
         waiting = self._waiting_variant()
         if variant is not None and variant.replay is not None:
-            if (
-                waiting is not None and self._min_over_ranks is not int
-            ):  # until all are at steps like those that they recorded
+            if waiting is not None and self._several_ranks:  # until all are at steps like those that they recorded
                 return Plan.CAPTURE if waiting is variant else Plan.EAGER
             if variant.trusted and not (self._wants_audit and self._is_due(variant)):
                 return Plan.REPLAY
@@ -631,7 +629,7 @@ class StepGraphs:
         """Observed; and recorded at once where it runs what a captured one does."""
         record = None
         wanted = self._needs_proof() and self._dropped < MAX_RECORDS
-        if wanted and self._min_over_ranks is int and self._record is None and calls.is_plain():
+        if wanted and not self._several_ranks and self._record is None and calls.is_plain():
             record = self._begin_record(tensors, None, calls)
         self.eager_count += 1
         results, observation = self._engine.eager(lambda: calls.observe(batch))
