@@ -318,6 +318,9 @@ def _compared(
                     break
             if not outcome.wrong and eager.gradients:
                 outcome.differences += runs.slopes_apart(compiled)
+            if draws_on_host and runs.same_whatever_host_draws(compiled) > runs.same_whatever_host_draws(runs.eager):
+                drawn = "what Python or numpy draws, which compiled code repeats"
+                outcome.differences.append(Difference(kind="output", name=drawn, difference=math.inf, tolerance=0.0))
     if eager.left != runs.state.began:  # its next call may read what it has left; where that is a guard, all is well
         with torch.compiler.set_stance("fail_on_recompile"):
             run_compiled(calls=2)
@@ -421,19 +424,20 @@ class _Runs:
         *,
         dtype: torch.dtype | None = None,
         seed: int | None = None,
+        host_seed: int | None = None,
         off: float = 0.0,
         number: int = 0,
         calls: int = 1,
         draws: InductorDraws | None = None,
     ) -> _Run:
         """Forward and backward. Floating-point inputs are cast to ``dtype``; under ``seed`` other random numbers are
-        drawn, and as ``draws`` does; inputs are ``off`` by a rounding, relative, in the way of that ``number``. Of
-        several ``calls``, the last is looked at."""
+        drawn, by Python and numpy under ``host_seed`` if given, and as ``draws`` does; inputs are ``off`` by a
+        rounding, relative, in the way of that ``number``. Of several ``calls``, the last is looked at."""
         self.state.restore(weights=not self._altered)
         torch.clear_autocast_cache()
         began = torch._C._autograd._get_sequence_nr()
         if seed is not None:
-            seed_all(seed)
+            seed_all(seed, seed if host_seed is None else host_seed)
         for _ in range(calls - 1):
             args, kwargs = _copied(self._given, dtype, off, finite=self._finite)[0]
             call(*args, **kwargs)
@@ -608,6 +612,10 @@ class _Runs:
                 sample("rounded", eager, SEED + number, off=unit)
         _fill_in_left_out(samples, first)
         return _apart_in_means(samples, unit, multiple)
+
+    def same_whatever_host_draws(self, call: Callable[..., Any]) -> bool:
+        """Whether ``call`` leaves the same under two seeds of Python and numpy, and one of torch."""
+        return _equal(*(self.run(call, seed=SEED, host_seed=SEED + number) for number in (1, 2)))
 
     def slopes_apart(self, compiled: Callable[..., Any]) -> list[Difference]:
         """Whether the gradients of ``compiled`` are those of its own forward, to the numbers that were drawn in it.

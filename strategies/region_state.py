@@ -685,11 +685,11 @@ def drew_random_numbers(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[
     return not all(torch.equal(one, other) for one, other in torchs), moved
 
 
-def seed_all(seed: int) -> None:
-    """All of them."""
-    random.seed(seed)
-    numpy.random.seed(seed)
+def seed_all(seed: int, host_seed: int) -> None:
+    """Of torch's generators, and of Python's and numpy's."""
     torch.manual_seed(seed)
+    random.seed(host_seed)
+    numpy.random.seed(host_seed)
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:

@@ -20,7 +20,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, WithATool
+from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, DropoutBlock, WithATool, shuffled
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
 from tests.sweep import MARK
 from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE, UNDER_A_MODE
@@ -172,6 +172,16 @@ def test_compiled_code_that_raises(calls: int) -> None:
     made = BreaksFrom(calls)
     torch._dynamo.register_backend(made, name=(name := f"breaking_{calls}_{id(made)}"))
     as_eager(Module, [Regional(backend=name)], data=vectors(10))
+
+
+@pytest.mark.slow
+def test_an_order_that_is_drawn_as_it_is_compiled_does_not_train() -> None:
+    class Shuffles(DropoutBlock):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[shuffled(len(x))] if self.training else x)
+
+    record = as_eager(lambda: Module(Net([Shuffles(), Shuffles()])), [Whole()]).record
+    assert "which compiled code repeats" in record.eager_parts["net"]
 
 
 # ---- around a training ----------------------------------------------------------------------------------------------
