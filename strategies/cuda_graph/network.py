@@ -18,7 +18,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,15 @@ from strategies.cuda_graph.step_graphs import (
     why_not_captured,
 )
 from strategies.proven_code import not_compiled_yet
-from strategies.region import Check, StandIn, is_ancestor, is_looked_at, plain, submodules
+from strategies.region import Check, Checking, Region, StandIn, is_ancestor, is_looked_at, plain, submodules
 from strategies.region_check import Outcome, clone, leaves_of, same_call, version_of, without_hooks
 from strategies.region_state import RegionState
 from strategies.tolerance import MULTIPLES
 from strategies.torch_patches import as_capturing
 
 if TYPE_CHECKING:
-    from strategies.base import Program
     from strategies.cuda_graph.step_graphs import Engine
+    from strategies.loop_protocol import Loop
 
 FIRST_CALLS = 2
 """Calls of one kind that run without a graph before one is captured: kernels are loaded, inner regions proven."""
@@ -647,6 +647,19 @@ class _Noting:
 # ---- all of a training -----------------------------------------------------------------------------------------------
 
 
+class OfProgram(Protocol):
+    """What is read here of the ``Program`` whose steps they are, whose module knows this one."""
+
+    module: nn.Module
+    device: torch.device | None
+    sharded: bool
+    loop: Loop | None
+    regions: list[Region]
+    checking: Checking
+    notes: list[str]
+    given_up: dict[str, str]
+
+
 class NetworkGraphs:
     """The captured modules of one training.
 
@@ -656,7 +669,7 @@ class NetworkGraphs:
     while the backward goes on.
     """
 
-    def __init__(self, engine: Engine, program: Program, *, wanted: bool) -> None:
+    def __init__(self, engine: Engine, program: OfProgram, *, wanted: bool) -> None:
         assert program.device is not None
         self.engine, self.device, self.checking = engine, program.device, program.checking
         self.wanted = wanted

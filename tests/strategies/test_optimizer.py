@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import register_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.symbolic_convert import SpeculationLogDivergence
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -286,7 +287,8 @@ def test_what_an_optimizer_casts_itself_is_held_against_what_it_would_make_of_mo
     torch.manual_seed(0)
     module = nn.Linear(24, 16, bias=False)
     optimizer = torch.optim.Muon(module.parameters(), lr=1e-3)
-    _, program = begin(module, optimizer, backend=compiler)
+    register_backend(compiler, name=(name := f"without_casts_{factor}"))
+    _, program = begin(module, optimizer, backend=name)
     for _ in range(6):
         module.weight.grad = torch.randn(16, 24)
         optimizer.step()
