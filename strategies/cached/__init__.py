@@ -55,6 +55,9 @@ class Cached(Strategy):
     """Arguments of the fsspec file system, such as ``{endpoint_url: ...}`` for s3. No credentials."""
 
     def __post_init__(self) -> None:
+        for name in ("url", "key_file"):
+            if isinstance(path := getattr(self, name), os.PathLike):  # in Python
+                setattr(self, name, os.fspath(path))
         require_types(self)
         for name in ("max_gib", "timeout_seconds"):
             if not getattr(self, name) > 0:

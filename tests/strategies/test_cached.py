@@ -63,7 +63,7 @@ def run(strategy: Cached, compiled: str = "", hits: str = "", program: Program |
 
 
 def test_a_second_run_is_warm(tmp_path: Path) -> None:
-    cold = run(Cached(url=str(tmp_path / "store")), compiled="ab")
+    cold = run(Cached(url=tmp_path / "store"), compiled="ab")  # type: ignore[arg-type]
     assert (cold["state"], cold["artifacts_saved"], cold["graph_misses"]) == ("cold", 2, 2)
     assert "nothing is stored yet" in cold["reason"]
     warm = run(Cached(url=str(tmp_path / "store")), hits="ab")
