@@ -12,12 +12,14 @@ import ctypes
 import gc
 import io
 import logging
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONE_REQUEST_SECONDS = 1.0
+"""A signal that comes again within as long is the same request: ``timeout`` sends it to its command and then to the
+group that this is in, launchers to each process of a group that has got it."""
 PR_SET_PDEATHSIG = 1
 """<linux/prctl.h>: the signal that a process gets when its parent dies."""
 
@@ -115,6 +120,7 @@ class StopRequest:
         self.in_training = False
         """Whether a loop is there that will notice the request at its next step, and has something to save."""
         self._say = say
+        self._asked_seconds = -math.inf
         self._process = os.getpid()
         self._signals: tuple[int, ...] = ()
         self._stack = contextlib.ExitStack()
@@ -142,6 +148,9 @@ class StopRequest:
         if os.getpid() != self._process:
             # A data loader's worker, forked with these handlers and signalled with the whole process group: the step
             # that is under way still needs it. (SIGTERM never gets here: torch's workers end by it at once.)
+            return
+        asked, self._asked_seconds = self._asked_seconds, time.monotonic()
+        if signum == self.signum and self._asked_seconds - asked < ONE_REQUEST_SECONDS:
             return
         first, self.signum = self.signum is None, signum
         if not (first and self.in_training):

@@ -41,6 +41,19 @@ def test_a_failed_import_is_told_before_a_signal_that_waits_and_handlers_come_ba
     assert signal.getsignal(signal.SIGINT) == handler
 
 
+def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As ``timeout`` sends it: to its command, and to the group that this is in.
+    said: list[str] = []
+    with StopRequest(said.append) as stop:
+        stop.in_training = True
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert said == ["SIGTERM: stopping after this step with a checkpoint; once more stops at once"]
+        monkeypatch.setattr("trainer.process.ONE_REQUEST_SECONDS", 0.0)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_whose_exception_a_finalizer_swallows_is_found_by_a_check() -> None:
     class Interrupts:
