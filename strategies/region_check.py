@@ -319,8 +319,10 @@ def _compared(
             if not outcome.wrong and eager.gradients:
                 outcome.differences += runs.slopes_apart(compiled)
             if draws_on_host and runs.same_whatever_host_draws(compiled) > runs.same_whatever_host_draws(runs.eager):
-                drawn = "what Python or numpy draws, which compiled code repeats"
-                outcome.differences.append(Difference(kind="output", name=drawn, difference=math.inf, tolerance=0.0))
+                said = "compiled code repeats the numbers that Python or numpy drew as it was compiled"
+                outcome.differences.append(
+                    Difference(kind="output", name="random", difference=math.inf, tolerance=0.0, said=said)
+                )
     if eager.left != runs.state.began:  # its next call may read what it has left; where that is a guard, all is well
         with torch.compiler.set_stance("fail_on_recompile"):
             run_compiled(calls=2)

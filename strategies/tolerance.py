@@ -44,6 +44,8 @@ class Difference:
     name: str
     difference: float
     tolerance: float
+    said: str = ""
+    """What differs, where no number says it."""
 
     @property
     def share(self) -> float:
@@ -53,6 +55,8 @@ class Difference:
         return self.difference / self.tolerance if self.difference == self.difference and self.tolerance else math.inf
 
     def __str__(self) -> str:
+        if self.said:
+            return self.said
         return f"{self.kind} {self.name!r} is {self.difference:.2e} away from eager's, tolerance {self.tolerance:.2e}"
 
 

@@ -181,7 +181,8 @@ def test_an_order_that_is_drawn_as_it_is_compiled_does_not_train() -> None:
             return super().forward(x[shuffled(len(x))] if self.training else x)
 
     record = as_eager(lambda: Module(Net([Shuffles(), Shuffles()])), [Whole()]).record
-    assert "which compiled code repeats" in record.eager_parts["net"]
+    # Torch 2.11 breaks the graph at ``shuffle``, and compiles anew for each order.
+    assert record.graph_breaks or "compiled code repeats the numbers" in record.eager_parts["net"]
 
 
 # ---- around a training ----------------------------------------------------------------------------------------------
