@@ -139,6 +139,7 @@ def test_an_exit_of_the_task_s_own_code_keeps_its_code_and_says_where(
 
 def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr("trainer.process.ONE_REQUEST_SECONDS", 0.0)  # these two come at the same moment
     send_in_step(monkeypatch, 2, signal.SIGINT, times=2)
     record = train(tmp_path)
     assert (record.status, record.exit_code, record.steps) == ("interrupted", 130, 1)
