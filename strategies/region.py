@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import eval_frame, trace_rules
+from torch._dynamo import config, eval_frame, trace_rules
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
@@ -343,6 +343,23 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call."""
         raise NotImplementedError
+
+
+def drawing_by_numpy(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``; what it compiles breaks the graph where numpy draws, since Dynamo would draw from torch, and so
+    other numbers. For these calls alone: a function that the user compiles with ``fullgraph`` would not compile.
+
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_numpy/random.py
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before, config.use_numpy_random_stream = config.use_numpy_random_stream, True
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            config.use_numpy_random_stream = before
+
+    return called
 
 
 class Region(StandIn):
@@ -715,8 +732,8 @@ class Region(StandIn):
             self._compiled, self._proven = self._within_hooks(), self._within_hooks(compiles=False)
         else:
             function = types.MethodType(self.of.code(self.module, self.layout), self.module)
-            self._compiled = torch.compile(function, **self.arguments)
-            self._proven = self._without_compiling(self._compiled, function)
+            compiled = torch.compile(function, **self.arguments)
+            self._compiled, self._proven = drawing_by_numpy(compiled), self._without_compiling(compiled, function)
         if self._derived:
             self._compiled, self._proven = self._deriving(self._compiled), self._deriving(self._proven)
 
@@ -790,7 +807,7 @@ class Region(StandIn):
     def _compiled_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         if self._of_forward is None:
             self._of_forward = torch.compile(forward, **self.arguments)
-        return self._of_forward
+        return drawing_by_numpy(self._of_forward)
 
     @contextlib.contextmanager
     def _forward_being(self, forward: Callable[..., Any]) -> Iterator[None]:
@@ -811,7 +828,8 @@ class Region(StandIn):
         ``compiles`` nothing and code is missing, too."""
         module, eager = self.module, self.module.forward
         compiled = self._compiled_forward(eager)
-        used = compiled if compiles else self._without_compiling(compiled, eager)
+        assert self._of_forward is not None
+        used = compiled if compiles else self._without_compiling(self._of_forward, eager)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:

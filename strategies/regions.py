@@ -67,9 +67,6 @@ def add_region(
     program.settings.setdefault("recompile_limit", RECOMPILE_LIMIT)
     # Else a hook that is added within a region once it is compiled is left out without a word.
     program.settings.setdefault("skip_nnmodule_hook_guards", False)
-    # Else Dynamo draws from torch what a forward draws from numpy, and so other numbers; now a graph breaks there.
-    # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_numpy/random.py
-    program.settings.setdefault("use_numpy_random_stream", True)
     # Else weights that are frozen when they are compiled get no gradient once they are not. Seen in torch 2.11, not in
     # 2.15: https://github.com/pytorch/pytorch/pull/177158.
     if TorchVersion(torch.__version__) < "2.15":

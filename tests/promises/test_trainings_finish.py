@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from crucible import Checkpointing, Compile, Optimizer, Regional, Strategy, Whole
@@ -183,6 +184,23 @@ def test_an_order_that_is_drawn_as_it_is_compiled_does_not_train() -> None:
     record = as_eager(lambda: Module(Net([Shuffles(), Shuffles()])), [Whole()]).record
     # Torch 2.11 breaks the graph at ``shuffle``, and compiles anew for each order.
     assert record.graph_breaks or "compiled code repeats the numbers" in record.eager_parts["net"]
+
+
+@pytest.mark.parametrize("strategy", [Regional, Whole])
+def test_ones_own_compiled_function_may_draw_from_numpy(strategy: Any) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def noisy(loss: Tensor) -> Tensor:
+        return loss * (1 + torch.from_numpy(numpy.random.rand(1)).float().mean())
+
+    class Noisy(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch._dynamo.reset()  # each training compiles it
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return noisy(super().training_step(batch, batch_idx))
+
+    as_eager(Noisy, [strategy(backend="aot_eager")])
 
 
 # ---- around a training ----------------------------------------------------------------------------------------------
