@@ -40,7 +40,7 @@ def composed_training(overrides: list[str], *, config_dir: str | None, looks: st
     return config, overrides
 
 
-def refuse_choice(strategies: Iterable[Strategy]) -> None:
+def reject_auto(strategies: Iterable[Strategy]) -> None:
     """Raise ValueError where ``auto`` is among strategies that are looked at: only a run has steps to choose for."""
     from trainer.advice import program
 

@@ -406,17 +406,17 @@ def require_types(strategy: Strategy) -> None:
     does not. To be called before options are compared; ``ordered`` does so for all."""
     for option in fields(strategy):
         value, kind = getattr(strategy, option.name), str(option.type)
-        if (complaint := _of_another_type(value, kind)) is not None:
+        if (complaint := _type_complaint(value, kind)) is not None:
             raise wrong(f"compile.{strategy.name}", option.name, value, complaint)
 
 
-def _of_another_type(value: object, kind: str) -> str | None:
+def _type_complaint(value: object, kind: str) -> str | None:
     """What is wrong with a value where ``kind``, an annotation, stands."""
     kind, optional, _ = kind.partition(" | None")
     if value is None and optional:
         return None
     if kind == "list[str]":
-        return no_texts(value)
+        return list_complaint(value)
     if kind in ("bool", "int", "float") and isinstance(value, str):
         return f"is a text, not {kind}"
     if kind in ("int", "float") and not hasattr(value, "__float__"):
@@ -426,7 +426,7 @@ def _of_another_type(value: object, kind: str) -> str | None:
     return "is not a dictionary" if kind.startswith("dict[") and not isinstance(value, Mapping) else None
 
 
-def no_texts(value: object) -> str | None:
+def list_complaint(value: object) -> str | None:
     """What is wrong with a value where a list of texts belongs: of ``"net.layers"`` each letter would be taken for a
     path, and a class or a module is none."""
     if isinstance(value, str):

@@ -319,7 +319,7 @@ def _compared(
                     break
             if not outcome.wrong and eager.gradients:
                 outcome.differences += runs.slopes_apart(compiled)
-            same = runs.same_whatever_host_draws
+            same = runs.independent_of_host_draws
             if draws_on_host and same(compiled) and not same(runs.eager):
                 said = "compiled code repeats the numbers that Python or numpy drew as it was compiled"
                 outcome.differences.append(
@@ -617,7 +617,7 @@ class _Runs:
         _fill_in_left_out(samples, first)
         return _apart_in_means(samples, unit, multiple)
 
-    def same_whatever_host_draws(self, call: Callable[..., Any]) -> bool:
+    def independent_of_host_draws(self, call: Callable[..., Any]) -> bool:
         """Whether ``call`` leaves the same under two seeds of Python and numpy, and one of torch."""
         return _equal(*(self.run(call, seed=SEED, host_seed=SEED + number) for number in (1, 2)))
 

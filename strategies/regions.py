@@ -198,7 +198,7 @@ def _compiled_around(module: nn.Module, paths: Iterable[str]) -> dict[str, str]:
     return {path: f"{own[0] or 'the module'} {COMPILED_ALREADY}" for path, own in around.items() if own}
 
 
-def leave_compiled(program: Program) -> None:
+def exclude_user_compiled(program: Program) -> None:
     """Give up the regions that hold, or lie in, what the user has compiled since, and say so."""
     theirs = _compiled_around(program.module, [one.path for one in submodules(program.regions)])
     if gone := [one for one in program.regions if one.path in theirs]:

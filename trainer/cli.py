@@ -126,7 +126,7 @@ def _flags_last(arguments: Sequence[str]) -> list[str]:
     argparse takes one row of options alone. Raises ValueError for a flag that Hydra does not have, as in
     ``--task captioning``, or that has no value."""
     parser: Any = get_args_parser()
-    parser.error = _refuse_usage
+    parser.error = _raise_usage_error
     known, others = parser.parse_known_args(list(arguments))
     unknown = next((word for word in others if word[:1] == "-"), None)
     if not others:
@@ -145,7 +145,7 @@ def _flags_last(arguments: Sequence[str]) -> list[str]:
     raise ValueError(f"{unknown}: options are written {named[1].replace('-', '_')}={value or 'VALUE'}")
 
 
-def _refuse_usage(message: str) -> NoReturn:
+def _raise_usage_error(message: str) -> NoReturn:
     raise ValueError(message)
 
 

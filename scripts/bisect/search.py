@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.arguments import refuse_choice
+from scripts.arguments import reject_auto
 from strategies.base import Stage, Strategy, label
 
 MAX_SHAPES = 4
@@ -88,7 +88,7 @@ def all_of(looks: Iterable[ComparedModule]) -> Iterator[ComparedModule]:
 def searched(strategies: Iterable[Strategy]) -> tuple[list[Strategy], list[str]]:
     """The strategies that can be searched, and notes about the others. Raises ValueError when none compiles."""
     given = list(strategies)
-    refuse_choice(given)
+    reject_auto(given)
     kept = [each for each in given if each.stage not in LEFT_OUT]
     notes = [f"{each.name}: {LEFT_OUT[each.stage]}" for each in given if each.stage in LEFT_OUT]
     if not any(each.stage is Stage.MODULE for each in kept):

@@ -24,7 +24,7 @@ import torch
 import torch._dynamo.utils as dynamo_utils
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from scripts.arguments import refuse_choice
+from scripts.arguments import reject_auto
 from scripts.explain import BATCHES, Explanation, findings
 from strategies import Modular, Program, Strategy
 from strategies.base import label, ordered
@@ -95,7 +95,7 @@ def prepared(strategies: Iterable[Strategy]) -> list[Strategy]:
     Raises ValueError where it is still to be chosen what they are.
     """
     strategies = list(strategies)
-    refuse_choice(strategies)
+    reject_auto(strategies)
     return [changed(strategy) for strategy in strategies if strategy.name != "cached"]
 
 

@@ -176,12 +176,12 @@ class HostRecorder:
             self._busy -= 1
 
     @contextlib.contextmanager
-    def logs_apart(self, module: nn.Module, noted: Callable[[], Any] = lambda: None) -> Iterator[None]:
+    def logs_unrecorded(self, module: nn.Module, noted: Callable[[], Any] = lambda: None) -> Iterator[None]:
         """Inside, each LightningModule in ``module`` logs as ever, and what that reads is not the step's; ``noted`` is
         called each time."""
         logging = [one for one in module.modules() if hasattr(type(one), "log_dict") and hasattr(one, "training_step")]
 
-        def apart(log: Callable[..., Any]) -> Callable[..., Any]:
+        def unrecorded(log: Callable[..., Any]) -> Callable[..., Any]:
             def logs(*arguments: Any, **named: Any) -> Any:
                 noted()
                 with self.paused():
@@ -191,7 +191,7 @@ class HostRecorder:
 
         before = [(one, {name: vars(one)[name] for name in LOGS if name in vars(one)}) for one in logging]
         for one in logging:
-            vars(one).update({name: apart(getattr(one, name)) for name in LOGS})
+            vars(one).update({name: unrecorded(getattr(one, name)) for name in LOGS})
         try:
             yield
         finally:

@@ -308,7 +308,7 @@ class Network(StandIn):
             changes["its forward logs, which a replay would not"] = None
 
         before = of_weights()
-        with recorder.logs_apart(self.module, logs), self._recording(recorder, call):
+        with recorder.logs_unrecorded(self.module, logs), self._recording(recorder, call):
             result = call()
         if of_weights() != before:
             changes["changes an attribute of a parameter, which a replay would not"] = None

@@ -316,7 +316,7 @@ class _Calls:
                 # Else a backward runs on a thread of its own, where nobody sees what its functions read.
                 torch.autograd.set_multithreading_enabled(False),
             ):
-                with recorder.logs_apart(module), recorder.recording(module, watch, of._loop.step_function):
+                with recorder.logs_unrecorded(module), recorder.recording(module, watch, of._loop.step_function):
                     outputs = self.micro.forward_backward(batch)
                 outputs = self._optimized(outputs)
         finally:

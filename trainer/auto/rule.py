@@ -211,7 +211,7 @@ class Timings:
     def _saved(self, timed: Arm, arm: Arm) -> float | None:
         """The share of a step of ``timed`` that ``arm`` saves; None where the one says nothing of the other."""
         if timed.module == arm.module:
-            if timed.captured:  # no graph is given up to see whether it was in vain
+            if timed.captured:  # no graph is dropped to see whether it gained anything
                 return 0.0
             return SAVED_BY_CAPTURE if timed.never_waited_steps is None else SAVED_OF_GAPS
         if timed.captured != arm.captured:

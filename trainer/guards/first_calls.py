@@ -11,7 +11,7 @@ from typing import Any
 
 from strategies import Program
 from strategies.loop_protocol import Loop, StepHook, gathered
-from strategies.regions import CalledModules, instead_of, leave_compiled, uncompile
+from strategies.regions import CalledModules, exclude_user_compiled, instead_of, uncompile
 from trainer.telemetry.record import RunRecord
 from trainer.telemetry.telemetry import Telemetry
 from trainer.wording import first_few
@@ -60,7 +60,7 @@ class FirstCalls(StepHook):
     def _take(self, called: CalledModules) -> None:
         program, found = self._program, self._program.found
         assert found is not None
-        leave_compiled(program)
+        exclude_user_compiled(program)
         self._record.regions = len(program.regions)
         every = gathered(instead_of(program, [path for path in found.paths if path not in program.given_up], called))
         gone, taken = every[0]

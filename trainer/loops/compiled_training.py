@@ -24,10 +24,19 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from strategies import Auto, Program, Ragged, Stage, Strategy
-from strategies.base import apply, begin, compiler_settings, disable_other_strategies, end, label, no_texts, ordered
+from strategies.base import (
+    apply,
+    begin,
+    compiler_settings,
+    disable_other_strategies,
+    end,
+    label,
+    list_complaint,
+    ordered,
+)
 from strategies.compiler_warmup import Preparation
 from strategies.loop_protocol import Loop, StepHook
-from strategies.regions import compiled_already, leave_compiled, uncompile
+from strategies.regions import compiled_already, exclude_user_compiled, uncompile
 from strategies.tolerance import rounding_unit
 from strategies.torch_patches import static_marks_removed
 from trainer.advice import in_python, speaking_python
@@ -162,7 +171,7 @@ class CompiledTraining:
         # An iterator serves once.
         kept: dict[str, Any] = {name: list(one) if isinstance(one, Iterator) else one for name, one in given.items()}
         for name in ("whole", "blocks", "parts"):
-            if complaint := no_texts(kept[name]):
+            if complaint := list_complaint(kept[name]):
                 raise ValueError(f"{name}={kept[name]!r} {complaint}")
         for entry in kept["ragged"]:
             pair = not isinstance(entry, str) and isinstance(entry, Sequence) and 2 <= len(entry) <= 4
@@ -308,7 +317,7 @@ class CompiledTraining:
                 "(mode reduce-overhead or max-autotune) may silently overwrite accumulated gradients; "
                 "use mode=max-autotune-no-cudagraphs or default"
             )
-        leave_compiled(self.program)
+        exclude_user_compiled(self.program)
         self.record.regions = len(self.program.regions) if self.strategies else None
         loop.cuda_graphs = self.program.uses_cuda_graphs
         self.program.optimizers = tuple(loop.optimizers)
