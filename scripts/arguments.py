@@ -53,6 +53,10 @@ def reject_auto(strategies: Iterable[Strategy]) -> None:
 
 def parser(name: str, about: str, more: str = "", *, overrides: bool = False) -> argparse.ArgumentParser:
     """A parser of ``crucible NAME``, ``more`` last in its help; ``overrides``: it takes the trainer's as well."""
+    if {"-h", "--help"} & set(sys.argv[1:]):  # to Python 3.11.2's argparse ``| head`` is an error
+        from trainer.process import keep_streams
+
+        keep_streams()
     made = argparse.ArgumentParser(
         prog=f"crucible {name}",
         description=about.replace("``", ""),
