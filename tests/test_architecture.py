@@ -6,8 +6,6 @@ import ast
 import dataclasses
 import importlib
 import os
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +18,7 @@ from strategies.base import Strategy
 from tasks import SCHEMAS, TASKS
 from tasks.base import Task
 from tests.conftest import ROOT, SECONDS, SLOW_FILES
+from tests.processes import python
 from trainer import crucible
 from trainer.settings import Config, TrainerConfig
 
@@ -45,12 +44,6 @@ def imports_of(text: str) -> set[str]:
         elif isinstance(node, ast.Attribute):
             found.add(ast.unparse(node))
     return found
-
-
-def python(code: str, *arguments: str) -> list[str]:
-    """Lines that a Python of its own prints."""
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def test_the_files_of_every_package_were_found() -> None:
@@ -93,7 +86,7 @@ not required is missing, and a run that compiles nothing."""
 
 @pytest.mark.slow
 def test_imports_of_a_library_user_need_little(tmp_path: Path) -> None:
-    pulled_in, named, missing, *_, last = python(IMPORTS, str(tmp_path))
+    pulled_in, named, missing, *_, last = python("-c", IMPORTS, tmp_path).stdout.splitlines()
     assert "trainer.callback" in pulled_in.split()
     others = ("trainer.auto", "trainer.cli", "trainer.run", "trainer.sweep", "tasks", "scripts")
     heavy = (*others, "hydra", "torch._inductor.compile_fx")
@@ -155,7 +148,9 @@ for module in sys.argv[1:]:
         "strategies",
         "tasks",
     ]
-    assert python(code, *light) == light, "those that are missing failed, those with a name behind them imported it"
+    assert python("-c", code, *light).stdout.splitlines() == light, (
+        "those that are missing failed, those with a name behind them imported it"
+    )
 
 
 def test_a_strategy_is_found_under_its_own_name() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from strategies import STRATEGIES
 from tests.conftest import ROOT
+from tests.processes import python
 from trainer import crucible
 
 
@@ -41,14 +39,8 @@ def test_a_file_that_hides_a_package_is_named(tmp_path: Path, hiding: str) -> No
     file = tmp_path / hiding
     file.parent.mkdir(exist_ok=True)
     file.write_text("from crucible import Strategy\nprint('ran')\n")
-    done = subprocess.run(
-        [sys.executable, "-c", f"from crucible import {'explain_module' if 'scripts' in hiding else 'Strategy'}"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    name = "explain_module" if "scripts" in hiding else "Strategy"
+    done = python("-c", f"from crucible import {name}", cwd=tmp_path)
     assert done.returncode == 1
     package = hiding.split(".")[0].split("/")[0]
     complaint = f"ImportError: crucible: {file} hides crucible's own package {package!r}: rename that file or folder"

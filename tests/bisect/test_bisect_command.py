@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.bisect.__main__ import main
 from tests.conftest import ROOT
+from tests.processes import python
 from trainer.config import compose
 from trainer.run import run
 
@@ -78,8 +76,5 @@ def test_from_end_to_end(plugin: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_the_standard_library_keeps_its_module_of_the_same_name() -> None:
     code = "import random, bisect; print(bisect.__file__, bisect.bisect([1, 2, 3], 2), bisect.insort([], 1))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = python("-c", code, path=(ROOT / "scripts",))
     assert done.stdout.split() == [str(ROOT / "scripts" / "bisect" / "__init__.py"), "2", "None"], done.stderr
