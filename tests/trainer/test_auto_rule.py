@@ -258,19 +258,6 @@ def measured() -> Timings:
     return known
 
 
-def test_a_second_run_begins_with_what_was_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("trainer.auto.chooser.timings_file", lambda *_, **__: tmp_path / "a.json")
-    first = simulate(monkeypatch, SMALL, 20_000, captures=False, remember=True).train(600)
-    second = simulate(monkeypatch, SMALL, 20_000, captures=False, remember=True).train(100)
-    assert first.program.report["auto"]["remembered"] is None
-    assert second.program.report["auto"]["remembered"]
-    assert first.chosen == second.chosen == "whole"
-    assert second.tried == ["eager", "whole"]
-    assert second.program.report["auto"]["table"]["whole"]["switched_at_step"] == 0
-    short = simulate(monkeypatch, SMALL, 40, captures=False, remember=True).train()
-    assert short.tried == ["eager"], "forty steps do not pay for the same compile"
-
-
 def test_what_is_in_the_compilers_caches_is_expected_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = tmp_path / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(caches))

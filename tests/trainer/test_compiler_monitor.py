@@ -82,12 +82,6 @@ def line_of(function: Callable[..., Any], text: str) -> int:
     return next(first + offset for offset, line in enumerate(lines) if text in line)
 
 
-def prints(x: Tensor) -> Tensor:
-    y = x * 2
-    print("in the middle")
-    return y + 1
-
-
 def branches(x: Tensor) -> Tensor:
     if x.sum() > 0:
         return x * 2
@@ -96,33 +90,6 @@ def branches(x: Tensor) -> Tensor:
 
 def doubles(x: Tensor) -> Tensor:
     return x * 2
-
-
-@pytest.mark.parametrize(("function", "text"), [(prints, "print("), (branches, "if x.sum()")])
-def test_a_graph_break_names_its_reason_and_its_line(
-    watch: CompilerMonitor, function: Callable[[Tensor], Tensor], text: str
-) -> None:
-    torch.compile(function, backend="eager")(torch.ones(3))
-    (event,) = [event for event in new(watch) if event.kind == "graph_break"]
-    assert event.location == f"{HERE}:{line_of(function, text)} {function.__name__}"
-    assert event.reason
-    assert event.step == 3
-    assert watch.figures().graph_breaks == 1
-    assert watch.figures().graphs >= 1
-
-
-def test_a_recompile_names_the_guard_that_failed_and_the_function(watch: CompilerMonitor) -> None:
-    compiled = torch.compile(doubles, backend="eager", dynamic=False)
-    compiled(torch.ones(3))
-    assert new(watch) == []
-    watch.step = 9
-    compiled(torch.ones(4))
-    (event,) = new(watch)
-    assert event.kind == "recompile"
-    assert "size mismatch at index 0. expected 3, actual 4" in event.reason
-    assert event.location == f"{HERE}:{line_of(doubles, 'def doubles')} doubles"
-    assert event.step == 9
-    assert (watch.figures().recompiles, watch.figures().graphs) == (1, 2)
 
 
 def test_figures_count_from_the_start_of_the_watch_to_its_stop(watch: CompilerMonitor) -> None:
