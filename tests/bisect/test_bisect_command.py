@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 import lightning as L
 
 from tasks import BatchCounts, Declaration, Task
-from tests.bisect import planted, trained
+from tests.bisect import planted
 from trainer.config import register_task
 
 
 class Data(L.LightningDataModule):
     def train_dataloader(self) -> Any:
-        return trained.loader(4, 4)
+        return planted.loader(4, 4)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Planted(Task):
         return Data()
 
     def build_module(self, *, max_steps: int) -> L.LightningModule:
-        return trained.Trained(planted.Net(planted.Middle(planted.Sine())))
+        return planted.Trained(planted.Net(planted.Middle(planted.Sine())))
 
     def declare(self) -> Declaration:
         return Declaration(whole=("net",))

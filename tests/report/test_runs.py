@@ -45,18 +45,6 @@ def test_folders_of_runs_may_be_links(tmp_path: Path) -> None:
     assert [one.directory for one in find([tmp_path / "chosen"])] == [tmp_path / "chosen" / "linked"]
 
 
-@pytest.mark.parametrize(
-    ("path", "said"), [("none", "none: no such file or folder"), ("empty", "empty: no record.json in it or below")]
-)
-def test_a_path_that_holds_no_record_is_named(
-    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    with pytest.raises(ValueError, match=said):
-        find([path])
-
-
 def test_a_broken_record_is_an_error_by_name_and_told_when_a_search_comes_upon_it(tmp_path: Path) -> None:
     written(tmp_path / "good")
     (tmp_path / "half").mkdir()
