@@ -62,8 +62,8 @@ RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
 TOKENS = "useful tokens/s"
 COLD, WARM = "warm-up s, cold", "warm-up s, warm"
 COUNTS = ("graphs", "graph breaks", "recompiles")
-COLUMNS = (RATIO, STEP, "device ms a step", COLD, WARM, "peak GiB", "graph breaks", LOSS)
-"""Figures that a table shows. What follows from a step's time, and counts, ``check`` compares as well."""
+COLUMNS = (RATIO, STEP, "device ms a step", COLD, "peak GiB", "graph breaks", LOSS)
+"""Figures that a table shows. Warm starts, what follows from a step's time, and counts, ``check`` compares as well."""
 TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
