@@ -104,13 +104,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return table(head, body, numbers=True)
 
 
-def explained(rows: Sequence[Row], reasons: dict[str, str]) -> list[list[str]]:
+def explained(rows: Sequence[Row]) -> list[list[str]]:
     """A line a case, with its versions and the reason."""
     body = []
     for name in sorted({one["case"] for one in rows}, key=lambda name: (name not in real_names(rows), name)):
         found = [one for one in rows if one["case"] == name]
         words = name + ", planted" * found[0]["planted"]
-        body.append([words, issues(found[0]), found[0]["changes"], ", ".join(versions(found)), reasons[name]])
+        body.append([words, issues(found[0]), ", ".join(versions(found)), WHY[name]])
     return body
 
 
@@ -145,7 +145,7 @@ def page(rows: Sequence[Row]) -> str:
         f"- Of {of_twins} planted faults, {twins} are caught ({twins / max(of_twins, 1):.2f}). They compute the same "
         "kind of wrong result as faults on GPUs, of versions before 2.11, or without a small reproduction.",
         f"- {len(alarms)} false alarm{'s' * (len(alarms) != 1)} in {len(healthy)} trainings with a version that does "
-        "not have their fault.",
+        "not have their fault" + "".join(f": {issues(one)}, {ALARMS[one['case']]}" for one in alarms) + ".",
         "",
         "A fault counts as caught where every version below that has it catches it: before anything is trained with it "
         "(`first check`), or after up to five steps (`audit`). Cases that we missed at first led to better checks "
@@ -165,12 +165,9 @@ def page(rows: Sequence[Row]) -> str:
         "",
     ]
     if missed:
-        lines += table(["fault", "issues", "wrong first", "torch", "why"], explained(missed, WHY))
+        lines += table(["fault", "issues", "torch", "why"], explained(missed))
     else:
         lines += ["Nothing.", ""]
-    if alarms:
-        head = ["training", "issues", "wrong first", "torch", "what was called different"]
-        lines += ["## False alarms", "", *table(head, explained(alarms, ALARMS))]
     return "\n".join(lines).rstrip() + "\n"
 
 
