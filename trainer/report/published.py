@@ -304,7 +304,7 @@ def _conditions(records: Sequence[RunRecord], rounds: Sequence[int]) -> str:
 
 
 def models(runs: Sequence[Run], link: str) -> list[str]:
-    """The lines of a table of several workloads: conditions, a row for each arm of each, and what to know.
+    """The lines of a table of several workloads: conditions, a row for each arm of each but eager, and what to know.
 
     Eager's step is that of its runs, or of ``auto``, which begins in eager. Where there is neither, it is the one of
     the run's own windows by turns, which until 2026-11-28 were waited for step by step: eager is no slower (≤).
@@ -313,9 +313,11 @@ def models(runs: Sequence[Run], link: str) -> list[str]:
     for found in workloads(runs):
         for row in rows_in(found, runs):
             records += row.records
+            flags += [(f"{found.workload}, `{row.arm}`", flag) for flag in row.compared.flags]
+            if row.compared is found.baseline_row and len(found.rows) > 1:
+                continue
             rounds.append(len(row.records))
             texts.append(_model_row(found, row))
-            flags += [(f"{found.workload}, `{row.arm}`", flag) for flag in row.compared.flags]
     columns = {name: [text[name] for text in texts] for name in texts[0]}
     columns = {"model": columns["model"], "arm": columns["arm"]} | _rounds_column(rounds) | columns
     notes = _flag_lines(flags)
@@ -330,9 +332,10 @@ def _model_row(found: WorkloadComparison, row: PublishedRow) -> dict[str, str]:
     turns = sorted(verdicts, key=lambda one: one.ratio or 0.0)[len(verdicts) // 2] if verdicts else None
     eager, over, wait, pays, bound = None, ABSENT, None, None, ""
     if base is not None:
-        over = "1" if compared is base else figure_text(row, RATIO)
+        over = figure_text(row, RATIO)
+        eager = None if base.step_seconds is None else base.step_seconds.median
         over = NOT_SURE + over if compared.ratio is not None and not compared.ratio.shown else over
-        if compared is not base and compared.cost is not None and base.cost is not None:
+        if compared.cost is not None and base.cost is not None:
             wait, pays = wait_seconds(compared, base), break_even_steps(compared.cost, base.cost)
     elif turns is not None:
         wait, pays, eager, step = (
