@@ -69,6 +69,8 @@ def test_what_the_readme_says_beside_its_table_is_in_the_records() -> None:
 
 def test_what_pages_of_results_say_in_sentences_is_in_the_records() -> None:
     for page, name, arm, figure in (
+        ("README", "cpu-micro", "regional", RATIO),
+        ("README", "cpu-micro", "whole", RATIO),
         ("tasks", "h100-captioning", "regional+cuda_graph", RATIO),
         ("tasks", "h100-captioning", "whole+cuda_graph", RATIO),
         ("tasks", "h200-captioning-2000", "regional+cuda_graph", STEP),
