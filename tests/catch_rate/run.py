@@ -21,20 +21,14 @@ from tests.promises.planted import Clock
 from tests.promises.training import CLOSE, WIDTH, Outcome, apart, train, vectors
 
 FIRST, AUDIT, HEALED = "first check", "audit", "healed"
+"""Found by the check of its first call, before anything was trained with it; by a later check, so that it runs eager
+from the next step on; found, and what helps was used."""
 REFUSED, AVOIDED, MISSED = "does not compile", "does not show", "not caught"
+"""What the fault is in runs eager, with a line that says so; it is compiled and trains as eager does, by settings of
+ours; it does not train as eager does, and nothing was said."""
 ABSENT, LOUD, ALARM, FAILED = "not there", "an error", "false alarm", "ended"
-RESULTS = {
-    FIRST: "the check of the first call of its kind found it, before anything was trained with it",
-    AUDIT: "a later check found it, after steps that were trained with it: eager from the next step on",
-    HEALED: "a check found it, and what helps was used",
-    REFUSED: "what the fault is in was not compiled: eager, with a line that says so",
-    AVOIDED: "compiled, and the training is eager's: settings of ours keep it away",
-    MISSED: "the training is not eager's, and nothing was said",
-    ABSENT: "torch.compile alone trains as eager does",
-    LOUD: "torch.compile alone ends with an error, which is not silent",
-    ALARM: "torch.compile alone trains as eager does, and a check called it different",
-    FAILED: "a training that ended",
-}
+"""Torch.compile alone trains as eager does; ends with an error, which is not silent; trains as eager does, and a check
+called it different; a training that ended."""
 CAUGHT = (FIRST, AUDIT, HEALED, REFUSED, AVOIDED)
 
 
