@@ -14,22 +14,6 @@ from tests.strategies import backends
 from tests.strategies.modules import Block
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"count": 0}, r"Buckets\(count=0\) must be at least 1"),
-        ({"multiple": 0}, r"Buckets\(multiple=0\) must be at least 1"),
-        ({"tokens_per_batch": 0}, r"Buckets\(tokens_per_batch=0\) must be at least 1"),
-        ({"on_recompile": "stop"}, r"Buckets\(on_recompile='stop'\) is not one of \('fail', 'warn'\)"),
-        ({"edges": [32, 16]}, r"Buckets\(edges=\[32, 16\]\) must be ascending and above 0"),
-        ({"edges": []}, r"Buckets\(edges=\[\]\) must be ascending and above 0"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Buckets(**options)
-
-
 @pytest.mark.parametrize("strategy", [Buckets(), Dynamic()], ids=lambda strategy: strategy.name)
 def test_nothing_declared_is_an_error_that_says_how(strategy: Buckets | Dynamic) -> None:
     with pytest.raises(

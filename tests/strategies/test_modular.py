@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from itertools import permutations
-from typing import Any
 
 import pytest
 from torch import nn
@@ -92,24 +91,6 @@ def test_what_cannot_be_compiled_as_asked_is_said_before_anything_is(
         with pytest.raises(ValueError, match=mirrored):
             strategy.apply(program_of(module, declared))
     assert not any(child._compiled_call_impl for child in module.modules())
-
-
-@pytest.mark.parametrize(
-    ("part", "complaint"),
-    [
-        ({"how": "rigional"}, r"Modular\(parts={'encoder': {'how': 'rigional'}}\) is not one of \('whole', 'reg"),
-        ({"mode": "fastest"}, r"Modular\(parts={'encoder': {'mode': 'fastest'}}\) is not one of"),
-        ({"fulgraph": True}, r"parts\.encoder\.fulgraph is not an option; near: fullgraph"),
-        ({"fullgraph": "maybe"}, r"Modular\(parts={'encoder': {'fullgraph': 'maybe'}}\) is not bool"),
-        ({"dynamic": 1}, r"Modular\(parts={'encoder': {'dynamic': 1}}\) is not bool or null"),
-        ({"options": [1]}, r"Modular\(parts={'encoder': {'options': \[1\]}}\) is not dict"),
-        ({"blocks": {"how": "whole"}}, r"for the path encoder\.blocks write '\+compile\.modular\.parts=\{encoder\.blo"),
-        ("whole", r"Modular\(parts={'encoder': 'whole'}\) is not a Part: write Part\(how='whole'\)"),
-    ],
-)  # fmt: skip
-def test_a_parts_fields_are_checked_by_name_and_type(part: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        Modular(parts={"encoder": part})
 
 
 def test_a_bare_off_in_yaml_is_read_as_off() -> None:

@@ -444,18 +444,3 @@ def test_a_step_that_somebody_has_replaced_is_left_alone() -> None:
     _, program = begin(module, optimizer)
     assert optimizer.step is theirs
     assert any("replaced already" in note for note in program.notes)
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"mode": "reduce-overhead"}, r"^Optimizer\(mode='reduce-overhead'\)"),
-        ({"mode": "fastest"}, r"Optimizer\(mode='fastest'\) is not one of"),
-        ({"options": {"triton.cudagraphs": True}}, r"Inductor's CUDA graphs are not for updates in place"),
-        ({"fullgraph": False}, r"^Optimizer\(fullgraph=False\)"),
-        ({"dynamic": True}, r"^Optimizer\(dynamic=True\)"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        Optimizer(**options)
