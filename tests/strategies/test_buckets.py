@@ -8,18 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import Buckets, Dynamic, Program, Ragged, Regional
+from strategies import Buckets, Program, Ragged, Regional
 from strategies.base import apply
 from tests.strategies import backends
 from tests.strategies.modules import Block
-
-
-@pytest.mark.parametrize("strategy", [Buckets(), Dynamic()], ids=lambda strategy: strategy.name)
-def test_nothing_declared_is_an_error_that_says_how(strategy: Buckets | Dynamic) -> None:
-    with pytest.raises(
-        ValueError, match=rf"compile.{strategy.name}: no tensor of the batch is declared ragged.*ragged="
-    ):
-        apply([strategy], Program(module=nn.Linear(1, 1)))
 
 
 def test_buckets_that_are_not_required_leave_themselves_out_and_say_so() -> None:

@@ -29,37 +29,6 @@ def regions_of(program: Program) -> list[str]:
     return [region.path for region in program.regions]
 
 
-def test_what_no_part_names_stays_eager_and_a_note_says_so(
-    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
-) -> None:
-    program = program_of(module, declared)
-    modular(decoder="regional").apply(program)
-    assert program.report["modular"] == {"decoder": regions_of(program)}
-    (note,) = program.notes
-    assert note.endswith("stay eager: net.encoder.blocks, net.encoder.embed, net.tail")
-
-
-@pytest.mark.parametrize(
-    ("key", "how", "paths"),
-    [
-        ("net", "whole", ["net"]),
-        ("embed", "whole", ["net.encoder.embed"]),
-        ("net.decoder", "whole", ["net.decoder"]),
-        ("net.decoder.blocks.1", "whole", ["net.decoder.blocks.1"]),
-        ("net.decoder.blocks.*", "whole", [f"net.decoder.blocks.{index}" for index in range(3)]),
-        ("net.*.blocks.[12]", "whole", [f"net.{half}coder.blocks.{n}" for half in ("en", "de") for n in (1, 2)]),
-        ("net.encoder.blocks", "regional", [f"net.encoder.blocks.{index}" for index in range(3)]),
-        ("encoder", "regional", [*(f"net.encoder.blocks.{index}" for index in range(3)), "net.encoder.embed"]),
-    ],
-)  # fmt: skip
-def test_a_part_is_a_declared_name_a_path_or_a_path_with_wildcards(
-    key: str, how: str, paths: list[str], module: nn.Module, declared: Declaration, graphs: list[GraphModule]
-) -> None:
-    program = program_of(module, declared)
-    Modular(parts={key: Part(how=how, backend=COUNTING)}).apply(program)
-    assert regions_of(program) == paths
-
-
 @pytest.mark.parametrize(
     ("parts", "complaint"),
     [
