@@ -14,11 +14,11 @@ from typing import Any
 import lightning as L
 import torch
 from crucible import Strategy
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.catch_rate.case import Case
 from tests.promises.planted import Clock
-from tests.promises.training import CLOSE, WIDTH, Outcome, apart, train, vectors
+from tests.promises.training import CLOSE, Module, Net, Outcome, apart, train, vectors
 
 FIRST, AUDIT, HEALED = "first check", "audit", "healed"
 """Found by the check of its first call, before anything was trained with it; by a later check, so that it runs eager
@@ -32,41 +32,39 @@ called it different; a training that ended."""
 CAUGHT = (FIRST, AUDIT, HEALED, REFUSED, AVOIDED)
 
 
-class Net(nn.Module):
+class CasesNet(Net):
     """A stem, the case's blocks, and a head of one number."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(case.block() for _ in range(case.blocks))
-        self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         blocks: Any = self.blocks
         for block in blocks:
-            x = type(block).called(block, x)
+            x = block.called(x)
         return self.head(x)
 
 
-class Training(L.LightningModule):
+class Training(Module):
     """The plainest training of a case."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.of = case.block
-        self.net = Net(case)
-        self.of.prepare(self)
+        super().__init__(CasesNet(case.block() for _ in range(2)))
+        self.begins = case.begins
+        for block in self.net.blocks:
+            block.prepare()
         self.begun = {name: one.detach().clone() for name, one in self.state_dict().items()}
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.of.before_step(self, self.global_step + 1)
+        step = self.global_step + 1
+        for block in self.net.blocks:
+            block.before_step(step)
+            if step == self.begins:
+                block.later()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.of.loss(self, batch)
+    def loss(self, batch: Any) -> Tensor:
+        return self.net.blocks[0].loss(self, batch)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", self.of.loss(self, batch))
+    def observed_numbers(self) -> list[float]:
+        return [number for block in self.net.blocks for number in block.observed()]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.02)
@@ -114,7 +112,7 @@ class Line:
 def distances(case: Case, eager: Outcome, seen: Outcome) -> dict[str, float]:
     """What of ``seen`` is not eager's, by how much."""
     close = CLOSE if case.precision == "32-true" else 2e-2
-    one, other = ([*case.block.observed(each.module)] for each in (eager, seen))
+    one, other = (each.module.observed_numbers() for each in (eager, seen))
     found = {"observed": apart(other, one)}
     if not case.own_numbers:
         found["loss"] = apart(seen.losses, eager.losses)
