@@ -262,10 +262,12 @@ def simulate(
     return run
 
 
-def simulate_together(monkeypatch: pytest.MonkeyPatch, workloads: Sequence[Workload], planned: int) -> list[Simulation]:
+def simulate_together(
+    monkeypatch: pytest.MonkeyPatch, workloads: Sequence[Workload], planned: int, **options: Any
+) -> list[Simulation]:
     """Trainings of processes that wait for each other where they agree on something; an error where they do not ask
     for it at the same places."""
-    runs = [simulate(monkeypatch, workload, planned) for workload in workloads]
+    runs = [simulate(monkeypatch, workload, planned, **options) for workload in workloads]
     ours, given = threading.local(), [("", None)] * len(runs)
     barrier = threading.Barrier(len(runs))
     monkeypatch.setattr(chooser, "now", lambda: ours.run.now)
