@@ -239,11 +239,11 @@ def steps_take(monkeypatch: pytest.MonkeyPatch, backend: str = "eager", /, **sec
     real = Chooser._note_step
 
     def note_step(self: Chooser) -> None:
-        steps = self._trial.steps
+        steps = self._steps
         before = len(steps)
         real(self)
         for place in range(before, len(steps)):
-            one, given = steps[place], seconds[self._trial.arm.name.replace("+", "__")]
+            one, given = steps[place], seconds[self._arm.name.replace("+", "__")]
             timed = dataclasses.replace(one.step, seconds=given, laps=[])
             steps[place] = dataclasses.replace(one, step=timed, host_seconds=0.0)
 

@@ -267,16 +267,20 @@ def measured() -> Timings:
     return known
 
 
-def test_a_second_run_begins_with_what_was_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workload", "best"), [(SMALL, "whole"), (WORKLOADS["captioning"], "regional+cuda_graph")])
+def test_a_second_run_begins_with_what_was_best(
+    workload: Workload, best: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    captures = "cuda_graph" in best
     monkeypatch.setattr("trainer.auto.chooser.timings_file", lambda *_, **__: tmp_path / "a.json")
-    first = simulate(monkeypatch, SMALL, 20_000, captures=False, remember=True).train(600)
-    second = simulate(monkeypatch, SMALL, 20_000, captures=False, remember=True).train(100)
+    first = simulate(monkeypatch, workload, 20_000, captures=captures, remember=True).train(600)
+    second = simulate(monkeypatch, workload, 20_000, captures=captures, remember=True).train(100)
     assert first.program.report["auto"]["remembered"] is None
     assert second.program.report["auto"]["remembered"]
-    assert first.chosen == second.chosen == "whole"
-    assert second.tried == ["eager", "whole"]
-    assert second.program.report["auto"]["table"]["whole"]["switched_at_step"] == 0
-    short = simulate(monkeypatch, SMALL, 40, captures=False, remember=True).train()
+    assert first.chosen == second.chosen == best
+    assert second.tried == ["eager", best]
+    assert second.program.report["auto"]["table"][best]["switched_at_step"] == 0
+    short = simulate(monkeypatch, workload, 40, captures=captures, remember=True).train()
     assert short.tried == ["eager"], "forty steps do not pay for the same compile"
 
 
