@@ -25,6 +25,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 STAND_IN = ROOT / "tests" / "stand_in"
+STARTED = str(ROOT / "trainer" / "__main__.py")
+"""What advice takes this process for: in a script's own words, the golden files would say ``crucible train``."""
 
 
 SLOW_FILES = frozenset((ROOT / "tests" / "slow.txt").read_text().split())
@@ -39,6 +41,13 @@ GROUPS = {
     if (group := re.search(r'xdist_group\("(\w+)"\)', file.read_text()))
 }
 """The group of test files that run on one worker, by name."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def started_as_the_command() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [STARTED, *sys.argv[1:]])
+        yield
 
 
 def name_of(item: pytest.Item) -> str:

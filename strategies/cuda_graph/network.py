@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import CannotCapture, first_line, is_out_of_memory
 from strategies.cuda_graph.host_recorder import HostRecorder
-from strategies.cuda_graph.host_state import EQUAL, HostState
+from strategies.cuda_graph.host_state import EQUAL, HostState, backward_hooks
 from strategies.cuda_graph.step_graphs import (
     MAX_CHANGES,
     MAX_DEFERRED,
@@ -930,10 +930,3 @@ def _output(value: Any, inputs: Sequence[Tensor]) -> Any:
     if value.layout is not torch.strided or type(value) is not Tensor:
         raise CannotCapture(f"it returns {type(value).__name__} of layout {value.layout}")
     return value
-
-
-def backward_hooks(module: nn.Module) -> Iterator[str]:
-    """Hooks that run on the host in a backward, in words."""
-    for path, part in module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
-            yield f"a backward hook on {path or 'the module'} runs on the host"

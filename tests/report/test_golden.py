@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.conftest import STARTED
 from tests.report.records import ragged, static
 from tests.report.scenarios import CELLS, COLD, COMPARED, EAGER, FLAGGED, MODES, SCALED, VERDICTS, against_eager
 from trainer.report import tables
@@ -171,5 +173,6 @@ def test_a_terminal_shows_no_line_beyond_its_width() -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = STARTED
     for file in FILES:
         (GOLDEN / file).write_text(text_of(file), encoding="utf-8")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from scripts.report import main
+from tests.conftest import STARTED
 from tests.report.records import ragged, record, save, static
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
@@ -216,5 +217,6 @@ def test_without_matplotlib_the_way_to_get_it_is_said(
 
 
 if __name__ == "__main__":
+    sys.argv[0] = STARTED
     with tempfile.TemporaryDirectory() as made:
         GOLDEN.write_text(text_of_pages(whole_page(Path(made) / "whole"), Path(made)), encoding="utf-8")

@@ -117,19 +117,28 @@ def test_under_several_optimizers_a_step_of_the_loop_counts_for_all_of_theirs(mo
     assert run.train(150).tried == ["eager"], "half as many steps"
 
 
+@pytest.mark.parametrize("fails", ["", "regional"])
+@pytest.mark.parametrize("remembers", [False, True])
 @pytest.mark.parametrize("name", ["captioning", "llama", "resnet50"])
-def test_processes_of_unlike_times_and_batches_try_the_same_arms_at_the_same_steps(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_processes_of_unlike_times_batches_and_memories_try_the_same_arms_at_the_same_steps(
+    name: str, remembers: bool, fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    alike = replace(WORKLOADS[name], never_waits=())
+    monkeypatch.setattr(chooser, "timings_file", lambda _, loop, *__, **___: tmp_path / f"{loop.is_first_process}.json")
+    alike = replace(WORKLOADS[name], never_waits=(), fails={fails: "it does not compile"} if fails else {})
+    if remembers:  # on the first host alone
+        simulate(monkeypatch, replace(alike, fails={}), 4_000, remember=True).train()
     slower = {arm: 0.05 * (1 + place) for place, arm in enumerate(ARMS)}
     other = replace(alike, steps=slower, shapes=lambda step: step % 400)  # too many for captures to pay
     alone = simulate(monkeypatch, other, 4_000).train()
-    runs = simulate_together(monkeypatch, [alike, other], 4_000)
+    runs = simulate_together(monkeypatch, [alike, other], 4_000, remember=True)
+    first, second = ({**run.program.report["auto"], "summary": run.chosen} for run in runs)
+    assert first == second
     assert runs[0].switches == runs[1].switches
-    assert runs[0].chosen == runs[1].chosen
     assert runs[1].tried != alone.tried, "by itself it would choose otherwise"
     assert len(runs[0].switches) > 1
+    announced = [[note for note in run.program.notes if "begins to compile" in note] for run in runs]
+    assert announced[0] == announced[1]
+    assert (first["remembered"] is not None) is remembers
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
@@ -258,16 +267,20 @@ def measured() -> Timings:
     return known
 
 
-def test_a_second_run_begins_with_what_was_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workload", "best"), [(SMALL, "whole"), (WORKLOADS["captioning"], "regional+cuda_graph")])
+def test_a_second_run_begins_with_what_was_best(
+    workload: Workload, best: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    captures = "cuda_graph" in best
     monkeypatch.setattr("trainer.auto.chooser.timings_file", lambda *_, **__: tmp_path / "a.json")
-    first = simulate(monkeypatch, SMALL, 20_000, captures=False, remember=True).train(600)
-    second = simulate(monkeypatch, SMALL, 20_000, captures=False, remember=True).train(100)
+    first = simulate(monkeypatch, workload, 20_000, captures=captures, remember=True).train(600)
+    second = simulate(monkeypatch, workload, 20_000, captures=captures, remember=True).train(100)
     assert first.program.report["auto"]["remembered"] is None
     assert second.program.report["auto"]["remembered"]
-    assert first.chosen == second.chosen == "whole"
-    assert second.tried == ["eager", "whole"]
-    assert second.program.report["auto"]["table"]["whole"]["switched_at_step"] == 0
-    short = simulate(monkeypatch, SMALL, 40, captures=False, remember=True).train()
+    assert first.chosen == second.chosen == best
+    assert second.tried == ["eager", best]
+    assert second.program.report["auto"]["table"][best]["switched_at_step"] == 0
+    short = simulate(monkeypatch, workload, 40, captures=captures, remember=True).train()
     assert short.tried == ["eager"], "forty steps do not pay for the same compile"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,9 @@ from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
+from trainer.telemetry.source_lines import line_at
 from trainer.telemetry.telemetry import Telemetry
+from trainer.wording import first_few
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.network import Network
@@ -44,6 +47,7 @@ NEVER_CALLED = (
     "never called (a module has to be called itself, not its forward or another method, and not within a torch.compile "
     "of your own)"
 )
+IN_COMPILED_FUNCTION = "never called as a module: it may be part of {}, which a torch.compile of your own compiles"
 WAITING = "was never called, and holds nothing that is trained"
 OWN_CALL = "never called by torch's own call: its class has a __call__ that goes around it, and stays eager"
 CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
@@ -471,7 +475,9 @@ class Checks(StepHook):
         """Regions of which nothing was compiled so far, with the reason."""
         compiler, program = self._telemetry.compiler, self._program
         missing = {
-            one.path: one.reason if one.state == "failed" else _why_not_called(one) or CALLED_IN_VAIN
+            one.path: one.reason
+            if one.state == "failed"
+            else _why_not_called(one, compiler.of_the_user) or CALLED_IN_VAIN
             for one in program.regions
             if one.state == "failed"
             or not (one.called or _is_waiting_copy(one))
@@ -521,14 +527,21 @@ def _is_waiting_copy(region: Region) -> bool:
     return bool(weights) and not any(one.requires_grad for one in weights)
 
 
-def _why_not_called(region: Region) -> str | None:
+def _why_not_called(region: Region, users_compiled: Iterable[str]) -> str | None:
     if region.called:
         return None
     if region.called_beside_a_step:
         return CALLED_BESIDE
     if region.called_under_a_mode:
         return UNDER_A_MODE
-    return NEVER_CALLED if type(region.module).__call__ is nn.Module.__call__ else OWN_CALL
+    if type(region.module).__call__ is not nn.Module.__call__:
+        return OWN_CALL
+    places = [line for line in map(line_at, users_compiled) if line is not None]
+    if not places:
+        return NEVER_CALLED
+    return IN_COMPILED_FUNCTION.format(
+        first_few([f"{one.function} ({Path(one.file).name}:{one.number})" for one in places])
+    )
 
 
 def _by_reason(missing: dict[str, str]) -> str:

@@ -106,6 +106,12 @@ class WorkloadComparison:
         return tables.html([self])
 
     @property
+    def busy(self) -> str | None:
+        """That others took the processors while what is compared was measured, for which there is no verdict."""
+        judged = [self.rows[0], *(row for row in self.rows if row.ratio is not None)]
+        return next((flag for row in judged for flag in row.flags if flag.startswith(BUSY)), None)
+
+    @property
     def best(self) -> str | None:
         """Name of the arm whose steady steps are the fastest: of those shown to be faster than the baseline; the
         baseline where all others are shown to be slower; None where no such difference is shown."""
@@ -203,9 +209,8 @@ def _verdict(found: WorkloadComparison) -> str:
     if not ratios:
         without = base if found.rows[0].step_seconds is None else f"every arm but {base}"
         return f"{without} has no steady steps, so there is nothing to compare; longer runs have some"
-    judged = [found.rows[0], *(row for row in found.rows if row.ratio is not None)]
-    if busy := [flag for row in judged for flag in row.flags if flag.startswith(BUSY)]:
-        return f"no verdict, {busy[0]}"
+    if found.busy is not None:
+        return f"cannot tell, {found.busy}"
     if any(ratio.shown for ratio in ratios):
         text = _advice(found)
     elif all(ratio.low is None for ratio in ratios):
