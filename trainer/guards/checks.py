@@ -47,6 +47,7 @@ NEVER_CALLED = (
 WAITING = "was never called, and holds nothing that is trained"
 OWN_CALL = "never called by torch's own call: its class has a __call__ that goes around it, and stays eager"
 CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
+COPIES_CALLED = "copies of it are called in its place (a meta-learner's clones, DataParallel's replicas), and run eager"
 UNDER_A_MODE = (
     "called only where something looks at what runs (FlopCounterMode, a tracer, torch.func), and runs eager there"
 )
@@ -526,6 +527,8 @@ def _why_not_called(region: Region) -> str | None:
         return None
     if region.called_beside_a_step:
         return CALLED_BESIDE
+    if region.copy_called:
+        return COPIES_CALLED
     if region.called_under_a_mode:
         return UNDER_A_MODE
     return NEVER_CALLED if type(region.module).__call__ is nn.Module.__call__ else OWN_CALL
