@@ -105,3 +105,21 @@ def test_what_the_page_on_several_gpus_quotes_is_in_its_records() -> None:
     for name in ("one", "four"):
         for run in find([RECORDS / f"h200-captioning-ragged-{name}-gpu{'s' * (name == 'four')}.jsonl"]):
             assert f"{run.record.useful_tokens_per_second:,.0f}" in text
+
+
+def test_what_auto_takes_beside_the_fastest_fixed_arm_is_in_the_records() -> None:
+    page = (ROOT / "docs/results/h200-models.md").read_text(encoding="utf-8")
+    for host, tasks in (
+        ("h200-auto-models", ("image_classification", "efficientnet", "convnext", "swin")),
+        ("h200-auto-second-models", ("language_modelling", "vit")),
+        ("h200-auto-third-models", ("bert", "llama", "gemma3", "unet")),
+    ):
+        ratios = []
+        for task in tasks:
+            steps = {
+                one.record.label: one.record.steady_step_seconds_mean
+                for one in find([RECORDS / f"{host}.jsonl"])
+                if one.record.task == task
+            }
+            ratios.append(steps["auto"] / min(step for arm, step in steps.items() if arm != "auto"))
+        assert f"| {', '.join(f'{one:.3f}' for one in ratios)} |" in page
