@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from strategies.cuda_graph.step_capture import StepCapture
     from strategies.optimizer.step import Update
 
-SHARE = 0.005
+SHARE = 0.01
 """Of the run's seconds, at most, that audits beyond the first rounds may take."""
 FULL_ROUNDS = 32
 """Optimizer steps up to which a round of audits looks at every signature of a kind, whatever that takes."""
+WAITS = 16
+"""Optimizer steps after which a round that waits for its share of the time is looked at again."""
 FIRST_STEPS = 3
 """Optimizer steps after which processes agree in any case on what does not compile."""
 CHANCES = 10
@@ -92,7 +94,7 @@ class Checks(StepHook):
         self.warned: set[str] = set()
         """Lines that were printed as warnings."""
         self._checkpoints: dict[str, int] = {}
-        self._saved, self._last_round = False, True
+        self._saved, self._last_round, self._first_rounds = False, True, 0.0
         self._forget = loop.around_save(self._note_checkpoint)
         self.facts = AuditFacts(verdict="not audited", reason=NOT_AUDITED if self._compares else SHARDED)
         self.first: list[Check] = []
@@ -122,8 +124,11 @@ class Checks(StepHook):
         step = self._steps + 1
         planned = self._loop.steps_planned
         last = planned is not None and self._loop.steps_done + max(len(self._program.kinds), 1) >= planned
-        if step >= self._next_round:
-            self._next_round *= 2
+        if step == 2 * FULL_ROUNDS:
+            self._first_rounds = self.facts.seconds
+        late = step - self._next_round
+        if late >= 0 and (step <= FULL_ROUNDS or (late % WAITS == 0 and self._may_spend())):
+            self._next_round = 2 * step
             self._begin_round(step)
         elif self._last_round and last:
             self._last_round = False
@@ -153,8 +158,8 @@ class Checks(StepHook):
         return self._loop.all_ranks(self._has_time())
 
     def _has_time(self) -> bool:
-        """Whether audits have taken no more than their share so far."""
-        return self.facts.seconds <= SHARE * (time.perf_counter() - self._began)
+        """Whether audits after the first rounds have taken no more than their share so far."""
+        return self.facts.seconds - self._first_rounds <= SHARE * (time.perf_counter() - self._began)
 
     def after(self, *, stepped: bool) -> None:
         """Between two steps: what the step's checks found comes into force."""
