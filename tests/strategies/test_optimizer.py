@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import register_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.symbolic_convert import SpeculationLogDivergence
@@ -184,30 +184,6 @@ def test_every_hyperparameter_may_change(graphs: list[GraphModule]) -> None:
 
 
 # ---- the optimizer stays itself --------------------------------------------------------------------------------------
-
-
-def test_hooks_and_closure_run_and_the_loss_is_returned(graphs: list[GraphModule]) -> None:
-    module = stack(2)
-    optimizer = torch.optim.AdamW(module.parameters())
-    seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    begin(module, optimizer)
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-
-    def closure() -> Tensor:
-        seen.append("closure")
-        optimizer.zero_grad()
-        loss = module(torch.ones(2, 8)).square().mean()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        loss = optimizer.step(closure)
-    assert seen == ["before", "closure", "after"]
-    assert loss.requires_grad
-    assert isinstance(optimizer.step, types.MethodType)
-    assert optimizer.step.__self__ is optimizer
-    assert len(graphs) == 2
 
 
 # ---- other optimizers ----------------------------------------------------------------------------------------------
