@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, DropoutBlock, WithATool, shuffled
-from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
+from tests.promises.training import ROWS, WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
 from tests.strategies import backends
 from tests.sweep import MARK
 from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE, UNDER_A_MODE
@@ -250,23 +250,16 @@ def test_a_block_whose_place_alone_changes_is_still_compiled() -> None:
     assert [one for one in seen.warned if "no longer" in one] == ["net.blocks.0: no longer in the module"]
 
 
-def test_a_second_fit() -> None:
+@pytest.mark.parametrize("rows", [4, ROWS])
+def test_a_second_fit_says_of_the_same_shapes_that_they_were_checked_before(rows: int) -> None:
     def then(trainer: L.Trainer, module: Any) -> None:
         trainer.fit_loop.max_epochs = 3
-        trainer.fit(module, loader(vectors(6, rows=4, seed=5)))
+        trainer.fit(module, loader(vectors(6, rows=rows, seed=5)))
 
     for strategy in STRATEGIES.values():
-        as_eager(Module, strategy(), then=then)
-
-
-def test_a_second_fit_of_the_same_shapes_says_that_they_were_checked_before() -> None:
-    def then(trainer: L.Trainer, module: Any) -> None:
-        trainer.fit_loop.max_epochs = 3
-        trainer.fit(module, loader(vectors(6)))
-
-    record = as_eager(Module, [Regional(backend="aot_eager")], then=then).record
-    assert record is not None, "of the second one"
-    assert (record.regions_compiled, record.report["parity"]["reason"]) == (2, CHECKED_BEFORE)
+        record = as_eager(Module, strategy(), then=then).record  # of the second one
+        assert record.regions_compiled == record.regions
+        assert record.report["parity"].get("reason") == (CHECKED_BEFORE if rows == ROWS else None)
 
 
 def test_evaluation_alone() -> None:
