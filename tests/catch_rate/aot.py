@@ -13,6 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.catch_rate.case import AOT, Block, case
 from tests.promises.training import WIDTH
 
+LATER: dict[str, Any] = {"begins": 5, "steps": 12}
+ON: dict[str, Any] = {"backend": "inductor"}
+PARTITIONED: dict[str, Any] = {"backend": "aot_eager_decomp_partition"}
+
 
 @case("a view of an input that aliases another, after a write", "loss", AOT, 198095, reported="2.14, open")
 class AliasedView(Block):
@@ -26,15 +30,7 @@ class AliasedView(Block):
         return x + h * first
 
 
-@case(
-    "a write to an input that aliases another from some step on",
-    "loss",
-    AOT,
-    139789,
-    reported="2.5, open",
-    begins=5,
-    steps=12,
-)
+@case("a write to an input that aliases another from some step on", "loss", AOT, 139789, reported="2.5, open", **LATER)
 class AliasLater(Block):
     step = 0
 
@@ -53,14 +49,7 @@ class AliasLater(Block):
         return x + self(x, left, right)
 
 
-@case(
-    "a detached result that shares its tensor with another",
-    "gradient",
-    AOT,
-    195664,
-    reported="to 2.14",
-    backend="inductor",
-)
+@case("a detached result that shares its tensor with another", "gradient", AOT, 195664, reported="to 2.14", **ON)
 class DetachedTwin(Block):
     def forward(self, x: Tensor) -> Any:
         h = x + torch.tanh(self.linear(x))
@@ -71,9 +60,7 @@ class DetachedTwin(Block):
         return h + 0.5 * still
 
 
-@case(
-    "parts of a result, and the whole of it detached", "gradient", AOT, 195664, reported="to 2.14", backend="inductor"
-)
+@case("parts of a result, and the whole of it detached", "gradient", AOT, 195664, reported="to 2.14", **ON)
 class DetachedBase(Block):
     def forward(self, x: Tensor) -> Any:
         h = x + torch.tanh(self.linear(x))
@@ -115,8 +102,8 @@ class _Masked(Block):
     190758,
     190717,
     reported="2.13, open",
-    backend="aot_eager_decomp_partition",
     own_numbers=True,
+    **PARTITIONED,
 )
 class Budget(_Masked):
     def prepare(self) -> None:
@@ -129,8 +116,8 @@ class Budget(_Masked):
     AOT,
     198333,
     reported="2.13, open (CUDA)",
-    backend="inductor",
     own_numbers=True,
+    **ON,
 )
 class Recomputed(_Masked):
     def forward(self, x: Tensor) -> Any:

@@ -71,11 +71,6 @@ def block(**options: Any) -> Callable[[Any], Any]:
 
 
 @block()
-class PlainBlock(Block):
-    pass
-
-
-@block()
 class LstmBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -248,12 +243,6 @@ def half_of_the_gradient(module: Any, given: Any, out: Any) -> Any:
 
 
 @block()
-class ItemBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / (1.0 + x.detach().abs().max().item())
-
-
-@block()
 class TimingBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.began = time.perf_counter()
@@ -361,44 +350,12 @@ class ClassAttributeChanges(Module):
         Settings.scale = 1.0 if batch_idx < 6 else 0.5
 
 
-@block()
-class DisabledBlock(Block):
-    @torch._dynamo.disable
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
 @case()
 class ScriptedBlocks(Module):
     def __init__(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             super().__init__(Net([torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH))) for _ in range(2)]))
-
-
-@block()
-class OwnCallBlock(Block):
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x) * 0.5
-
-
-@block()
-class ReadsItsGradientBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        gradient = self.linear.bias.grad
-        return super().forward(x) if gradient is None else super().forward(x) + 0.1 * gradient.detach()
-
-
-@block()
-class ScalesItsWeightsBlock(Block):
-    """What runs twice shows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.linear.weight.data.mul_(0.98)
-        return super().forward(x)
 
 
 @block()
@@ -415,15 +372,43 @@ class LocksAndFilesBlock(Block):
             return super().forward(x)
 
 
-@block()
-class SwitchesItsModeBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+BLOCKS: dict[str, Callable[..., Any]] = {
+    "PlainBlock": Block.forward,
+    "ItemBlock": lambda self, x: Block.forward(self, x) / (1.0 + x.detach().abs().max().item()),
+    "ReadsItsGradientBlock": lambda self, x: (
+        Block.forward(self, x) + (0 if self.linear.bias.grad is None else 0.1 * self.linear.bias.grad.detach())
+    ),
+    # What runs twice shows.
+    "ScalesItsWeightsBlock": lambda self, x: (self.linear.weight.data.mul_(0.98), Block.forward(self, x))[1],
+    "CalledRecursively": lambda self, x, depth=2: (
+        self(Block.forward(self, x), depth - 1) if depth else Block.forward(self, x)
+    ),
+}
+"""Forwards."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.norm.eval()
-        return self.norm(super().forward(x))
+
+def with_block(name: str, base: type[nn.Module] = Block, **members: Any) -> type[Module]:
+    return type(name, (Module,), {"block": type(name, (base,), members)})
+
+
+CASES.update({name: Case(with_block(name, forward=forward), {}) for name, forward in BLOCKS.items()})
+CASES["OwnCallBlock"] = Case(with_block("OwnCallBlock", __call__=lambda self, x: nn.Module.__call__(self, x) * 0.5), {})
+CASES["DisabledBlock"] = Case(
+    with_block(
+        "DisabledBlock",
+        inner=torch._dynamo.disable(lambda self, x: torch.tanh(self.linear(x))),
+        forward=lambda self, x: x + self.inner(x),
+    ),
+    {},
+)
+CASES["SwitchesItsModeBlock"] = Case(
+    with_block(
+        "SwitchesItsModeBlock",
+        BatchNormBlock,
+        forward=lambda self, x: (self.norm.eval(), BatchNormBlock.forward(self, x))[1],
+    ),
+    {},
+)
 
 
 @block()
@@ -434,13 +419,6 @@ class MakesAParameterBlock(Block):
         if not hasattr(self, "late"):
             self.late = nn.Parameter(torch.full((WIDTH,), 0.5))
         return super().forward(x) * self.late
-
-
-@case(repeats=False)
-class NoParameters(Module):
-    class block(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(x)
 
 
 # ---- blocks: what they take and give --------------------------------------------------------------------------------
@@ -504,29 +482,6 @@ class ReturnsNothing(Passing):
 
 
 @case()
-class ReturnsItsInput(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            out = super().forward(x)
-            return x, out, out, x[:, :4], self.linear.weight, out.detach()
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        same, out, again, view, weight, apart = one(x)
-        return 0.2 * (same + out + again + view.mean() + weight.mean() + apart)
-
-
-@case()
-class ReturnsAFunction(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            out = super().forward(x)
-            return lambda other: out + other
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return one(x)(x)
-
-
-@case()
 class ReturnsAGenerator(Passing):
     class block(Block):
         def forward(self, x: Tensor) -> Iterator[Tensor]:
@@ -546,16 +501,6 @@ class AnyArguments(Passing):
 
     def call(self, one: Any, x: Tensor) -> Tensor:
         return one(x, (x.mean(), "word"), self.net.stem, factors={"first": 0.5}, function=torch.tanh)
-
-
-@case()
-class WritesIntoItsInput(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.add_(torch.tanh(self.linear(x.clone())))
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return one(x * 1.0)
 
 
 @case()
@@ -646,22 +591,6 @@ class ClonesItsBlocks(Passing):
 
 
 @case()
-class CalledTwice(Passing):
-    def through(self, x: Tensor) -> Tensor:
-        for one in [*self.net.blocks, *self.net.blocks]:
-            x = one(x)
-        return x
-
-
-@case()
-class CalledRecursively(Passing):
-    class block(Block):
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            x = super().forward(x)
-            return self(x, depth - 1) if depth else x
-
-
-@case()
 class WithAndWithoutGradients(Passing):
     """A target of its own."""
 
@@ -723,6 +652,27 @@ class CalledInAThread(Passing):
         thread.start()
         thread.join()
         return found[0]
+
+
+PASSED: dict[str, tuple[Callable[..., Any], Callable[[Any, Any, Tensor], Tensor]]] = {
+    "ReturnsItsInput": (
+        lambda self, x: (x, out := Block.forward(self, x), out, x[:, :4], self.linear.weight, out.detach()),
+        lambda self, one, x: 0.2 * sum(part if part.shape == x.shape else part.mean() for part in one(x)),
+    ),
+    "ReturnsAFunction": (
+        lambda self, x: (lambda out: lambda other: out + other)(Block.forward(self, x)),
+        lambda self, one, x: one(x)(x),
+    ),
+    "WritesIntoItsInput": (
+        lambda self, x: x.add_(torch.tanh(self.linear(x.clone()))),
+        lambda self, one, x: one(x * 1.0),
+    ),
+    "CalledTwice": (Block.forward, lambda self, one, x: one(one(x))),
+}
+"""A block's forward, and how it is called."""
+for name, (forward, call) in PASSED.items():
+    members = {"block": type(name, (Block,), {"forward": forward}), "call": call}
+    CASES[name] = Case(type(name, (Passing,), members), {})
 
 
 CALLS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
@@ -814,11 +764,6 @@ class Tagged(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, given: Any = (), named: Any = None) -> Any:
         return super().__torch_function__(function, kinds, given, named or {})
-
-
-@case(data=lambda: [one.as_subclass(Tagged) for one in vectors(6)])
-class SubclassedBatch(Module):
-    pass
 
 
 def jagged(*rows: Tensor) -> Tensor:
@@ -1044,6 +989,16 @@ class OneBlockTwice(Module):
         super().__init__(Net([one, Block(), one]))
 
 
+@case(data=vectors(8))
+class GoesToDouble(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.net.double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch.to(self.net.head.weight.dtype))
+
+
 @case(data=vectors(10))
 class FreezesAndUnfreezes(Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -1078,16 +1033,6 @@ class LoadsAState(Module):
         if batch_idx in (3, 5):
             self.net.load_state_dict(self.kept, assign=batch_idx == 5)
             self.trainer.optimizers[0].param_groups[0]["params"] = list(self.parameters())
-
-
-@case(data=vectors(8))
-class GoesToDouble(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            self.net.double()
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch.to(self.net.head.weight.dtype))
 
 
 # ---- copies, saves, exports, tools ----------------------------------------------------------------------------------
@@ -1344,26 +1289,6 @@ class ScalesByHand(ByHand):
         return {"loss": loss.detach()}
 
 
-@case()
-class ClosureOfLbfgs(Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
-@case(data=vectors(8))
-class LeavesBatchesOut(Module):
-    """Returns nothing for some of them, the first one included."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx in (0, 3) else self.loss(batch)
-
-
-@case(data=vectors(8), max_epochs=2)
-class EndsAnEpochEarly(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return -1 if batch_idx == 5 else None
-
-
 class Refused(ValueError):
     pass
 
@@ -1407,26 +1332,44 @@ class CatchesRunningOutOfMemory(Module):
             return self.loss(batch[: ROWS // 2])
 
 
-@case(data=vectors(8))
-class LossIsNoNumber(Module):
-    """Eager goes on."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch * float("nan") if batch_idx == 5 else batch)
-
-
-@case(data=vectors(6))
-class LossIsInfinite(Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e20)
-
-
-@case(data=vectors(6))
-class LossOfNothing(Module):
-    """A constant: the gradient of everything is zero."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) * 0.0
+MODULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "NoParameters": ({"block": type("Tanh", (nn.Module,), {"forward": lambda self, x: torch.tanh(x)})}, {}),
+    "SubclassedBatch": ({}, {"data": lambda: [one.as_subclass(Tagged) for one in vectors(6)]}),
+    "ClosureOfLbfgs": (
+        {"configure_optimizers": lambda self: torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)},
+        {},
+    ),
+    # The first one included.
+    "LeavesBatchesOut": (
+        {"training_step": lambda self, batch, batch_idx: None if batch_idx in (0, 3) else self.loss(batch)},
+        {"data": vectors(8)},
+    ),
+    "EndsAnEpochEarly": (
+        {"on_train_batch_start": lambda self, batch, batch_idx: -1 if batch_idx == 5 else None},
+        {"data": vectors(8), "max_epochs": 2},
+    ),
+    # Eager goes on.
+    "LossIsNoNumber": (
+        {"training_step": lambda self, batch, batch_idx: self.loss(batch * (float("nan") if batch_idx == 5 else 1.0))},
+        {"data": vectors(8)},
+    ),
+    "LossIsInfinite": (
+        {"configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=1e20)},
+        {"data": vectors(6)},
+    ),
+    # A constant: the gradient of everything is zero.
+    "LossOfNothing": (
+        {"training_step": lambda self, batch, batch_idx: self.loss(batch) * 0.0},
+        {"data": vectors(6)},
+    ),
+    "ValidatesBeforehand": (
+        {"block": BatchNormBlock},
+        {"data": vectors(6), "validation": vectors(2, seed=3), "num_sanity_val_steps": 2},
+    ),
+}
+"""Members of a module, and options of its training."""
+for name, (members, options) in MODULES.items():
+    CASES[name] = Case(type(name, (Module,), members), options, repeats=name != "NoParameters")
 
 
 class Under(Module):
@@ -1485,11 +1428,6 @@ class ValidatesAPaddedTransformer(Module):
         x = self.net.stem(batch).unflatten(0, (2, -1))
         padded = torch.arange(x.shape[1]) >= torch.tensor([[x.shape[1]], [2]])
         return (self.net.head(self.net.blocks[0](x, src_key_padding_mask=padded).mean(1)) - 1).square().mean()
-
-
-@case(data=vectors(6), validation=vectors(2, seed=3), num_sanity_val_steps=2)
-class ValidatesBeforehand(Module):
-    block = BatchNormBlock
 
 
 @case(data=vectors(6), validation=vectors(2, seed=3), val_check_interval=3)

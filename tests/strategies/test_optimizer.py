@@ -5,12 +5,13 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import register_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.symbolic_convert import SpeculationLogDivergence
@@ -186,30 +187,6 @@ def test_every_hyperparameter_may_change(graphs: list[GraphModule]) -> None:
 # ---- the optimizer stays itself --------------------------------------------------------------------------------------
 
 
-def test_hooks_and_closure_run_and_the_loss_is_returned(graphs: list[GraphModule]) -> None:
-    module = stack(2)
-    optimizer = torch.optim.AdamW(module.parameters())
-    seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    begin(module, optimizer)
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-
-    def closure() -> Tensor:
-        seen.append("closure")
-        optimizer.zero_grad()
-        loss = module(torch.ones(2, 8)).square().mean()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        loss = optimizer.step(closure)
-    assert seen == ["before", "closure", "after"]
-    assert loss.requires_grad
-    assert isinstance(optimizer.step, types.MethodType)
-    assert optimizer.step.__self__ is optimizer
-    assert len(graphs) == 2
-
-
 # ---- other optimizers ----------------------------------------------------------------------------------------------
 
 
@@ -281,15 +258,6 @@ def test_what_an_optimizer_casts_itself_is_held_against_what_it_would_make_of_mo
     assert (update.state, bool(program.notes)) == (("failed", True) if factor > 1 else ("compiled", False))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad])
-def test_double_precision_is_left_to_torchs_own_step_where_it_would_be_lost(kind: Any) -> None:
-    both = Both(lambda given: kind(given), lambda: stack(1).double())
-    both.train(3)
-    both.are_alike(rtol=0, atol=0)
-    assert both.update is None
-    assert "single precision" in both.program.given_up["optimizer"]
-
-
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("kind", [FailOnRecompileLimitHit, SpeculationLogDivergence])
 def test_an_optimizer_that_cannot_be_traced_once_more_runs_eager_and_says_so(kind: type[Exception]) -> None:
@@ -306,22 +274,40 @@ def test_an_optimizer_that_cannot_be_traced_once_more_runs_eager_and_says_so(kin
     assert any("NAdam runs eager: it does not compile once more" in note for note in both.program.notes)
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda given: torch.optim.LBFGS(given), "as often as the loss demands"),
-        (lambda given: torch.optim.SGD(given, differentiable=True), "differentiable"),
-        (lambda given: torch.optim.Adam(given, betas=(torch.tensor(0.9), torch.tensor(0.99))), "betas are tensors"),
-    ],
-    ids=["LBFGS", "differentiable", "tensor betas"],
-)
-def test_what_cannot_be_compiled_runs_eager_and_says_so(make: Make, reason: str) -> None:
-    module = stack(2)
-    optimizer = make(module.parameters())
-    _, program = begin(module, optimizer)
-    assert "step" not in vars(optimizer)
-    assert any("runs eager" in note and reason in note for note in program.notes)
-    assert program.report["optimizer"]["form"] == "eager"
+EAGER: list[tuple[Make, dict[str, Any], str]] = [
+    (torch.optim.LBFGS, {}, "as often as the loss demands"),
+    (partial(torch.optim.SGD, differentiable=True), {}, "differentiable"),
+    (partial(torch.optim.Adam, betas=(torch.tensor(0.9), torch.tensor(0.99))), {}, "betas are tensors"),
+    (torch.optim.NAdam, {"module": lambda: stack(1).double()}, "single precision"),
+    (torch.optim.ASGD, {"module": lambda: stack(1).double()}, "single precision"),
+    (torch.optim.Adagrad, {"module": lambda: stack(1).double()}, "single precision"),
+    (torch.optim.AdamW, {}, "was not compiled"),
+    (torch.optim.NAdam, {}, "was not compiled"),
+    (torch.optim.AdamW, {"backend": backends.BROKEN_FORWARD}, "compiles no forward"),
+    (torch.optim.NAdam, {"backend": backends.BROKEN_FORWARD}, "compiles no forward"),
+    (torch.optim.SGD, {"backend": backends.BROKEN_FORWARD}, "compiles no forward"),
+]
+"""Optimizers, options of ``Both``, and why torch's own step runs."""
+
+
+@pytest.mark.parametrize(("make", "options", "reason"), EAGER)
+def test_what_does_not_compile_is_torchs_own_step_and_is_said(
+    make: Make, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends.register()
+    if reason == "was not compiled":
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    both = Both(make, **options)
+    if both.update is None and reason != "single precision":
+        assert "step" not in vars(both.optimizers[1])
+    else:
+        both.train(3)
+        both.are_alike(rtol=0, atol=0)
+    assert both.update is None or both.update.state == "failed"
+    assert any("runs eager" in note and reason in note for note in both.program.notes)
+    assert reason in both.program.eager_parts["optimizer"]
+    assert both.program.report["optimizer"]["form"] == "eager"
+    assert not both.strategy.is_compiled(both.program)
 
 
 def test_an_optimizer_compiled_as_written_is_left_to_a_graph_of_the_whole_step() -> None:
@@ -397,28 +383,6 @@ def test_the_forms_of_several_optimizers_are_reported_together(graphs: list[Grap
     train(module, optimizers[0], 1)
     assert program.report["optimizer"]["form"] == "eager, functional"
     assert program.report["optimizer"]["tensors"] == 8
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
-def test_a_compiler_that_is_switched_off_is_told(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backends.register()
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    both = Both(lambda given: kind(given))
-    both.train(3)
-    both.are_alike()
-    assert both.update.state == "failed"
-    assert "was not compiled" in both.program.given_up["optimizer"]
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
-def test_where_a_backend_fails_torchs_own_step_runs(kind: Any) -> None:
-    backends.register()
-    both = Both(lambda given: kind(given), backend=backends.BROKEN_FORWARD)
-    both.train(3)
-    both.are_alike()
-    assert "compiles no forward" in both.program.eager_parts["optimizer"]
-    assert both.program.report["optimizer"]["form"] == "eager"
-    assert not both.strategy.is_compiled(both.program)
 
 
 def test_a_step_that_somebody_has_replaced_is_left_alone() -> None:

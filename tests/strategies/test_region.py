@@ -114,14 +114,6 @@ def test_the_first_call_is_checked_and_runs_eager_the_next_step_is_compiled() ->
     assert program.eager_parts == {}
 
 
-def test_unchecked_it_is_compiled_at_its_first_call() -> None:
-    program = compiled(block := Counted())
-    program.checking.mode = "off"
-    found = checks_of(program)
-    assert not ran_eager(program, lambda: block(torch.randn(3, 8)))
-    assert found == []
-
-
 def test_training_evaluation_and_no_gradients_are_each_checked() -> None:
     program, x_BD = compiled(block := Counted()), torch.randn(3, 8)
     found = checks_of(program)

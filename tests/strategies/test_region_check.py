@@ -303,16 +303,6 @@ def test_too_little_memory_is_said() -> None:
 # ---- nothing is left behind ------------------------------------------------------------------------------------------
 
 
-def test_gradients_that_are_there_stay_and_inputs_keep_theirs() -> None:
-    module, x_BSD = Attention(), text()
-    module(x_BSD).sum().backward()
-    before = {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
-    of_input = x_BSD.grad.clone()
-    check_call(module, compiled(module), (x_BSD,), {})
-    assert all(torch.equal(one.grad, before[name]) for name, one in module.named_parameters())
-    assert torch.equal(x_BSD.grad, of_input)
-
-
 def test_hooks_for_saved_tensors_do_not_see_it() -> None:
     seen: list[Tensor] = []
 

@@ -15,7 +15,7 @@ from strategies import Modular, Part, Program, Regional, Strategy, Whole
 from tasks import Declaration
 from tests.strategies import backends
 from tests.strategies.conftest import in_force
-from tests.strategies.modules import Block, Holder, Stack
+from tests.strategies.modules import Block, Stack
 
 
 def program_of(module: nn.Module, declared: Declaration) -> Program:
@@ -90,34 +90,6 @@ def test_without_blocks_where_nothing_repeats_there_is_nothing_to_compile() -> N
         Regional(blocks=[]).apply(Program(module=Stack(nn.ModuleList([LINEAR(), LINEAR()]))))
 
 
-class Stages(nn.Module):
-    """Two blocks at each of three widths, as the stages of a ResNet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(nn.Sequential(Block(width), Block(width)) for width in (8, 16, 32))
-
-    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
-        for stage in self.stages:
-            x_BD = stage(torch.cat((x_BD, x_BD), dim=-1) if x_BD.shape[-1] < stage[0].norm.weight.numel() else x_BD)
-        return x_BD
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_blocks_of_several_sizes_have_static_shapes_unless_asked_otherwise(
-    dynamic: bool | None, graphs: list[GraphModule]
-) -> None:
-    module = Holder(Stages())
-    paths = tuple(f"net.stages.{index}" for index in range(3))
-    program = Program(module=module, blocks=paths)
-    Regional(backend=backends.COUNTING, dynamic=dynamic).apply(program)
-    in_force(program)
-    module.net(torch.randn(4, 8, requires_grad=True)).sum().backward()
-    sizes = [size for graph in graphs for size in _input_sizes(graph)]
-    assert all(isinstance(size, int) for size in sizes) is (dynamic is None)
-    assert len(graphs) == 3, "blocks of one width share their code, those of another have their own"
-
-
 def _input_sizes(graph: GraphModule) -> list[object]:
     values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
     return [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
@@ -137,19 +109,25 @@ class Widening(nn.Module):
         return x_BD
 
 
-@pytest.mark.parametrize(("widths", "count"), [((8, 32, 32, 32), 4), ((32, 32, 32, 32), 2)], ids=["two", "one"])
+@pytest.mark.parametrize(
+    ("widths", "dynamic", "count"),
+    [((8, 32, 32, 32), None, 4), ((32, 32, 32, 32), None, 2), ((8, 32, 32, 32), True, 2)],
+    ids=["two widths", "one", "asked otherwise"],
+)
 def test_only_a_size_that_changes_from_batch_to_batch_turns_symbolic(
-    widths: tuple[int, ...], count: int, graphs: list[GraphModule]
+    widths: tuple[int, ...], dynamic: bool | None, count: int, graphs: list[GraphModule]
 ) -> None:
     module = Widening(*widths)
     program = Program(module=module, blocks=("layers",))
-    Regional(backend=backends.COUNTING).apply(program)
+    Regional(backend=backends.COUNTING, dynamic=dynamic).apply(program)
     in_force(program)
     for number in range(6):
         module(torch.randn(100 + 3 * number, widths[0], requires_grad=True)).square().mean().backward()
+        sizes = [size for graph in graphs for size in _input_sizes(graph)]
+        assert number or all(isinstance(size, int) for size in sizes) is (dynamic is None)
     assert len(graphs) == count, "for each width one of fixed sizes, and one for any number of rows"
-    symbolic = [size for graph in graphs for size in _input_sizes(graph) if not isinstance(size, int)]
-    assert len({str(size) for size in symbolic}) <= 1, "the widths are not symbolic"
+    symbolic = {str(size) for size in sizes if not isinstance(size, int)}
+    assert len(symbolic) <= 1 or dynamic, "the widths are not symbolic"
 
 
 def test_a_wrong_path_names_near_ones_and_the_blocks_there_are(module: nn.Module, declared: Declaration) -> None:

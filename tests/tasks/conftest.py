@@ -40,6 +40,7 @@ def counter() -> Iterator[CompileCounter]:
 MORE = {
     "captioning of two widths": ["task.size.decoder_width=32"],
     "language_modelling in chunks": ["task.loss_chunks=2"],
+    "image_classification by convolutions": ["task.model=resnet18", "task.image_size=64"],
     "image_classification with buffers": ["task.model=timm/test_resnet"],
     "language_modelling with llama": ["task/network=llama_tiny"],
     "masked_lm": ["task.network.dropout=0"],
