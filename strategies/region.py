@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import types
 from collections import Counter
@@ -63,6 +64,9 @@ def is_ancestor(outer: str, path: str) -> bool:
 
 
 _SERIAL = itertools.count()
+
+
+_MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -320,6 +324,13 @@ class StandIn:
         self._thread = 0
         """Which runs the steps."""
 
+    def other_module_called(self) -> nn.Module | None:
+        """Asked by ``__call__``: the module that is called where it is not this one, but a copy made of this one's
+        ``__dict__``, in which this object stands as well: a replica of ``DataParallel``, a clone of a meta-learner."""
+        caller = sys._getframe(2)
+        called: nn.Module | None = caller.f_locals["self"] if caller.f_code is _MODULE_CALL else None
+        return None if called is self.module else called
+
     @property
     def is_called_beside_a_step(self) -> bool:
         """Whether another thread than the step's calls it, and not for a backward, which may compute it again."""
@@ -382,6 +393,8 @@ class Region(StandIn):
         """The same by another thread."""
         self.called_under_a_mode = False
         """The same where somebody traces, counts or transforms what runs."""
+        self.copy_called = False
+        """Whether a copy of its module was, see ``other_module_called``."""
         self._compiled: Callable[..., Any] | None = None
         self._proven: Callable[..., Any] | None = None
         """The same without compiling."""
@@ -460,6 +473,9 @@ class Region(StandIn):
         module = self.module
         if torch.compiler.is_compiling():
             return module._call_impl(*args, **kwargs)
+        if (other := self.other_module_called()) is not None:
+            self.copy_called = True
+            return other._call_impl(*args, **kwargs)
         if self.is_called_beside_a_step:  # a check would alter weights that the step is about to use
             self.called_beside_a_step = True
             with weights_held():

@@ -243,6 +243,14 @@ def test_the_full_error_can_be_asked_for(command_line: Any, called: Calls, monke
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
+def test_under_a_debugger_an_unknown_option_is_said_too(
+    command_line: Any, called: Calls, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OC_CAUSE", "1")  # what OmegaConf does where there is a trace function
+    assert command_line("compile=whole", "compile.whole.options={shape_padding:true}") == 2
+    assert "use +compile.whole.options" in capfd.readouterr().err
+
+
 def test_help_shows_choices_values_and_examples(command_line: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert command_line("compile=regional", "--help") == 0
     text = capfd.readouterr().out

@@ -49,29 +49,6 @@ def test_runs_on_several_numbers_of_devices_are_a_scaling(tmp_path: Path, capsys
     assert "Scaling: captioning" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere"], "error: nowhere: no such file or folder"),
-        ([], "error: outputs: no such file or folder"),
-        (["SWEEP", "--baseline", "hole"], "error: baseline='hole' is not one of the arms: eager, regional"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    said: str,
-    sweep: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([str(sweep) if word == "SWEEP" else word for word in arguments]) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith(said)
-    assert errors.count("\n") == 1
-
-
 def test_a_reader_that_closes_early_is_no_error(sweep: Path) -> None:
     command = [sys.executable, "-m", "scripts.compare", str(sweep), "--json"]
     reading, writing = os.pipe()

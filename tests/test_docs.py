@@ -34,8 +34,9 @@ def test_the_site_builds_strictly_lists_every_public_name_and_loads_nothing_from
     }
     assert public - set(re.findall(r'id="([\w.]+)"', (tmp_path / "api.html").read_text(encoding="utf-8"))) == set()
     loads = re.compile(r"""<(?:script|link|img|iframe)[^>]*(?:src|href)=["']?(?:https?:)?//[^>]*>""")
-    pages = {page.name: loads.findall(page.read_text(encoding="utf-8")) for page in tmp_path.rglob("*.html")}
-    assert {name: found for name, found in pages.items() if found} == {}
+    pages = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    assert {name: found for name, text in pages.items() if (found := loads.findall(text))} == {}
+    assert {name for name, text in pages.items() if "```" in text} == set(), "a block of code is shown as text"
     assert list(tmp_path.glob("search/*")), "the search has an index"
 
 

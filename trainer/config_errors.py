@@ -76,7 +76,9 @@ def _several(option: str, values: str) -> str:
 
 def _causes(error: BaseException | None, *, hidden: bool = True) -> Iterator[BaseException]:
     """The error and those behind it, with those that Hydra leaves out (``hidden``)."""
-    while error is not None:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # under a debugger OmegaConf's errors are causes of themselves
+        seen.append(error)
         yield error
         error = error.__cause__ or (error.__context__ if hidden else None)
 

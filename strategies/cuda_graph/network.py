@@ -191,6 +191,8 @@ class Network(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of = self.of
+        if (other := self.other_module_called()) is not None:
+            return other._call_impl(*args, **kwargs)
         if self.is_called_beside_a_step:
             return self._run_without_graph(args, kwargs)
         if of.inside or not of.in_force or self.reason is not None or is_looked_at(args):

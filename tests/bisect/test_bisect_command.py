@@ -76,28 +76,6 @@ def test_from_end_to_end(plugin: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert record.report["parity"]["verdict"] == "passed"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compile=auto"], "compile=auto: only a run chooses"),
-        (["compile=hole"], "compile=hole is not an option; near: whole"),
-        (["compile=eager"], "compile=eager: compiles no submodule"),
-        (["compile=cuda_graph", "run=train"], "compile=cuda_graph: compiles no submodule"),
-        (["compile=optimizer"], "compile=optimizer: compiles no submodule"),
-        (["run=peer", "trainer.val_every_n_steps=0"], "run=peer: bisect looks at training steps"),
-        (["compile=whole", "compile.whole.mode=fastest"], "compile.whole.mode='fastest' is not one of"),
-        (["--config-dir", "/nowhere"], "--config-dir='/nowhere' is not a folder"),
-    ],
-)
-def test_what_cannot_be_searched_is_one_line(
-    arguments: list[str], message: str, edge: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
-
-
 def test_the_standard_library_keeps_its_module_of_the_same_name() -> None:
     code = "import random, bisect; print(bisect.__file__, bisect.bisect([1, 2, 3], 2), bisect.insort([], 1))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}

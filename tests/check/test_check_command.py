@@ -238,30 +238,6 @@ def test_a_run_that_dies_before_its_first_record_fails_the_check(
     assert "did not finish: failed: killed (SIGKILL)" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["task=micro", "compile=eager"], "compile=eager: compiles nothing"),
-        (["task=micro", "hydra.run.dir=x"], "hydra.run.dir=x: not for a check"),
-        (["task=micro", "compile=whole", "compile=regional"], "several are written compile=whole,regional"),
-        (["task=micro", "--base", "nowhere"], "--base=nowhere: neither a file or folder nor a commit of git"),
-        (["task=micro", "--runs", "x"], "task=micro: not beside --runs"),
-        (["task=micro", "--", "train.py"], "task=micro: not beside a script"),
-        (["--", "trian.py"], "trian.py: no such script or command"),
-        (["task=micro", "--comment", "none/comment.md"], "--comment='none/comment.md' is a folder, or lies in none"),
-        (["task=micro", "--update", "--base", "base.txt"], "--base=base.txt: a base record that is stored is a file"),
-    ],
-)
-def test_wrong_arguments_are_one_line_before_anything_runs(
-    arguments: list[str], said: str, cells: Cells, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    errors = capsys.readouterr().err
-    assert said in errors
-    assert errors.count("\n") == 1
-    assert cells.ran == []
-
-
 def test_what_the_trainer_refuses_is_refused(cells: Cells, capsys: pytest.CaptureFixture[str]) -> None:
     cells.broken = lambda cell: record("eager", status="failed", reason="refused: task=mikro is not an option")
     assert main(["task=mikro"]) == 2

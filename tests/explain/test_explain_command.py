@@ -54,34 +54,6 @@ def test_a_task_without_a_strategy_is_explained_as_whole_and_all_is_well(capsys:
     assert out.splitlines()[-1] == "nothing wrong: no graph breaks, no recompiles"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compile=eager"], "nothing to explain"),
-        (["compile=[auto,optimizer]"], "compile=auto: only a run chooses"),
-        (["compile=hole"], "compile=hole is not an option; near: whole"),
-        (["run=peer", "trainer.val_every_n_steps=0"], "explain looks at training steps"),
-        (["compile=whole", "trainer.max_steps=0"], "trainer.max_steps=0 must be at least 1"),
-        (["--json", "no/such/folder/x.json"], "--json='no/such/folder/x.json' is a folder, or lies in none"),
-        (["--json", "."], "--json='.' is a folder"),
-        (["--config-dir", "none"], "--config-dir='none' is not a folder"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert message in err
-
-
-@pytest.mark.parametrize("arguments", [["--batches", "0"], ["--batches", "x"], ["--backend", "eager"]])
-def test_wrong_options_end_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
 def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 

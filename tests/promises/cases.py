@@ -630,6 +630,21 @@ class PassesAState(Passing):
         return state.x
 
 
+def cloned(module: nn.Module) -> Any:
+    """A copy with weights of its own, as meta-learners make it: learn2learn's ``clone_module``, torch's replicas."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = module.__dict__.copy()
+    clone._parameters = {name: one.clone() * 0.5 for name, one in module._parameters.items() if one is not None}
+    clone._modules = {name: cloned(one) for name, one in module._modules.items() if one is not None}
+    return clone
+
+
+@case()
+class ClonesItsBlocks(Passing):
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return cloned(one)(x)
+
+
 @case()
 class CalledTwice(Passing):
     def through(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, DropoutBlock, WithATool, shuffled
 from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
 from tests.sweep import MARK
-from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE, UNDER_A_MODE
+from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE, COPIES_CALLED, UNDER_A_MODE
 
 STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
     "regional": lambda: [Regional(backend="aot_eager")],
@@ -231,9 +231,10 @@ def test_jagged_batches_are_checked_and_compiled_once_for_all_lengths() -> None:
     assert (record.graphs, record.eager_parts, record.report["parity"]["checks"]) == (1, {}, 1)
 
 
-def test_blocks_that_another_thread_calls_are_named() -> None:
-    record = as_eager(CASES["CalledInAThread"].make, [Regional(backend="aot_eager")]).record
-    assert set(record.eager_parts.values()) == {CALLED_BESIDE}
+@pytest.mark.parametrize(("name", "why"), [("CalledInAThread", CALLED_BESIDE), ("ClonesItsBlocks", COPIES_CALLED)])
+def test_blocks_that_are_not_called_in_a_step_are_named(name: str, why: str) -> None:
+    record = as_eager(CASES[name].make, [Regional(backend="aot_eager")]).record
+    assert set(record.eager_parts.values()) == {why}
 
 
 def test_blocks_that_run_under_a_mode_alone_are_named() -> None:

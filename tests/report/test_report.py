@@ -175,11 +175,6 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     assert page.text.count("<script>alert('$x_1$')</script>") > 5
 
 
-def test_no_runs_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert re.fullmatch(r"error: .*: no record\.json in it or below\n", capsys.readouterr().err)
-
-
 def test_a_record_that_cannot_be_read_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = save([record("eager", warmup_seconds=1.0), record("whole", warmup_seconds=2.0)], tmp_path / "runs")
     (runs / "broken").mkdir()

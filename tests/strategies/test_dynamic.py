@@ -115,8 +115,3 @@ def test_batches_of_one_row_are_no_different() -> None:
 def test_what_a_module_strategy_says_about_shapes_by_hand_stands() -> None:
     losses([Dynamic(), Whole(backend=backends.COUNTING, dynamic=False)], multiple=32)
     assert len(backends.graphs) == len({edge_of(length, (), 32) for length in LENGTHS})
-
-
-def test_wrong_options_are_named() -> None:
-    with pytest.raises(ValueError, match=r"Dynamic\(multiple=0\) must be at least 1"):
-        Dynamic(multiple=0)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from strategies import Program, Regional, Whole
+from strategies import Modular, Part, Program, Regional, Strategy, Whole
 from tasks import Declaration
 from tests.strategies import backends
-from tests.strategies.conftest import Batch, in_force, loss_and_gradients
+from tests.strategies.conftest import in_force
 from tests.strategies.modules import Block, Holder, Stack
 
 
@@ -20,46 +22,72 @@ def program_of(module: nn.Module, declared: Declaration) -> Program:
     return Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
 
 
-def test_the_regions_are_every_block_and_every_part(
-    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
+DECODER, ENCODER = ([f"net.{half}.blocks.{index}" for index in range(3)] for half in ("decoder", "encoder"))
+PARTS = ["net.encoder.embed", "net.tail"]
+UNNAMED = "stay eager: net.encoder.blocks, net.encoder.embed, net.tail"
+LINEAR = partial(nn.Linear, 8, 8)
+
+
+def modular(key: str, how: str = "whole") -> Modular:
+    return Modular(parts={key: Part(how=how, backend="eager")})
+
+
+REGIONS: dict[str, tuple[Strategy, list[str], str]] = {
+    "all that is declared": (Regional(), [*ENCODER, *DECODER, *PARTS], ""),
+    "what the user names": (Regional(blocks=["net.decoder.blocks", "net.tail"], parts=[]), [*DECODER, "net.tail"], ""),
+    "a whole": (modular("net"), ["net"], ""),
+    "a declared part": (modular("embed"), ["net.encoder.embed"], ""),
+    "a path": (modular("net.decoder"), ["net.decoder"], ""),
+    "a block": (modular("net.decoder.blocks.1"), ["net.decoder.blocks.1"], ""),
+    "blocks": (modular("net.decoder.blocks.*"), DECODER, ""),
+    "blocks of halves": (modular("net.*.blocks.[12]"), [*ENCODER[1:], *DECODER[1:]], ""),
+    "repeated blocks": (modular("net.encoder.blocks", "regional"), ENCODER, ""),
+    "a half": (modular("encoder", "regional"), [*ENCODER, "net.encoder.embed"], ""),
+    "the other half": (modular("decoder", "regional"), DECODER, UNNAMED),
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_are_what_is_declared_or_named(name: str, module: nn.Module, declared: Declaration) -> None:
+    strategy, paths, note = REGIONS[name]
+    strategy.apply(program := program_of(module, declared))
+    assert [region.path for region in program.regions] == paths
+    assert note in " ".join(program.notes)
+    kinds = {"net.encoder.blocks.1": "EncoderBlock", "net.decoder.blocks.2": "DecoderBlock", "net.tail": "ScoringTail"}
+    assert all(kinds.get(one.path, one.kind) == one.kind for one in program.regions)
+
+
+@pytest.mark.parametrize(
+    ("made", "parts", "regions", "kinds", "note"),
+    [
+        (Block, (), ["layers.0", "layers.1"], 1, "regional: found repeated blocks in layers"),
+        (Block, (), ["layers.0", "layers.1"], 1, "no part beside the blocks"),
+        (LINEAR, ("stem", "head"), ["stem", "head"], 2, "regional: no repeated blocks here; compiled stem, head alone"),
+        (LINEAR, (), ["stem", "layers.0", "layers.1", "head"], 3, ""),
+    ],
+)
+def test_blocks_are_found_and_the_user_is_told(
+    made: Callable[[], nn.Module],
+    parts: tuple[str, ...],
+    regions: list[str],
+    kinds: int,
+    note: str,
+    graphs: list[GraphModule],
 ) -> None:
-    program = program_of(module, declared)
-    Regional(backend=backends.COUNTING).apply(program)
-    blocks = [f"net.{half}.blocks.{index}" for half in ("encoder", "decoder") for index in range(3)]
-    assert [region.path for region in program.regions] == [*blocks, *declared.parts]
-    kinds = {region.path: region.kind for region in program.regions}
-    assert kinds["net.encoder.blocks.1"] == "EncoderBlock"
-    assert kinds["net.decoder.blocks.2"] == "DecoderBlock"
-    assert kinds["net.tail"] == "ScoringTail"
-
-
-def test_blocks_and_parts_named_by_the_user_replace_the_declared_ones(
-    module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
-) -> None:
-    program = program_of(module, declared)
-    strategy = Regional(backend=backends.COUNTING, blocks=["net.decoder.blocks", "net.encoder.norm"], parts=[])
-    strategy.apply(program)
-    assert [region.path for region in program.regions] == [
-        *(f"net.decoder.blocks.{index}" for index in range(3)),
-        "net.encoder.norm",
-    ]
-    in_force(program)
-    loss_and_gradients(module, batch)
-    assert len(graphs) == 2
-
-
-def test_blocks_of_an_undeclared_module_are_found_and_the_user_is_told(graphs: list[GraphModule]) -> None:
-    module = Stack(nn.ModuleList([Block(), Block(), Block()]))
+    program = Program(module=Stack(nn.ModuleList([made(), made()])), parts=parts)
     example = torch.randn(2, 8)
-    eager = module(example)
-    program = Program(module=module)
+    eager = program.module(example)
     Regional(backend=backends.COUNTING).apply(program)
-    assert [region.path for region in program.regions] == ["layers.0", "layers.1", "layers.2"]
-    assert "regional: found repeated blocks in layers" in program.notes
-    assert any("no part beside the blocks" in note for note in program.notes)
+    assert [region.path for region in program.regions] == regions
+    assert note in " ".join(program.notes)
     in_force(program)
-    torch.testing.assert_close(module(example), eager)
-    assert len(graphs) == 1
+    torch.testing.assert_close(program.module(example), eager)
+    assert len(graphs) == kinds
+
+
+def test_without_blocks_where_nothing_repeats_there_is_nothing_to_compile() -> None:
+    with pytest.raises(ValueError, match=r"no repeated blocks.*compile\.regional\.blocks=\[path,\.\.\.\]"):
+        Regional(blocks=[]).apply(Program(module=Stack(nn.ModuleList([LINEAR(), LINEAR()]))))
 
 
 class Stages(nn.Module):
@@ -133,26 +161,6 @@ def test_a_wrong_path_names_near_ones_and_the_blocks_there_are(module: nn.Module
     with pytest.raises(ValueError, match=r"compile\.regional\.parts: 'net\.tale' matches .*near: net\.tail"):
         Regional(parts=["net.tale"]).apply(program_of(module, declared))
     assert not any(child._compiled_call_impl for child in module.modules())
-
-
-def test_declared_parts_are_compiled_where_nothing_repeats_and_the_user_is_told(graphs: list[GraphModule]) -> None:
-    module = Stack(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
-    program = Program(module=Holder(module), parts=("net.stem", "net.head"))
-    Regional(backend=backends.COUNTING).apply(program)
-    assert [region.path for region in program.regions] == ["net.stem", "net.head"]
-    assert "regional: no repeated blocks here; compiled net.stem, net.head alone" in program.notes
-    in_force(program)
-    module(torch.randn(2, 8))
-    assert len(graphs) == 2
-
-
-def test_where_nothing_repeats_children_are_compiled_unless_paths_were_named() -> None:
-    module = Stack(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
-    program = Program(module=module)
-    Regional().apply(program)
-    assert [region.path for region in program.regions] == ["stem", "layers.0", "layers.1", "head"]
-    with pytest.raises(ValueError, match=r"no repeated blocks.*compile\.regional\.blocks=\[path,\.\.\.\]"):
-        Regional(blocks=[]).apply(Program(module=module))
 
 
 def test_containers_of_other_layers_do_not_fall_back_together() -> None:

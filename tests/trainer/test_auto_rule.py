@@ -48,11 +48,11 @@ WORKLOADS = {
     "resnet50": measured_as((31.2, 30, 21, 29.4, 20.5, 20.1), (33.0, 23.0), (55, 80), kinds=9),
     "llama": measured_as((30, 25, 22, 20, 13, 11.2), (7.7, 20.0), (8, 62), kinds=1, parts=False),
     "efficientnet": measured_as((45, 35, 30, 36.4, 15, 11.4), (76.0, 67.0), (105, 110), kinds=7, parts=False),
-    # this and the others: docs/log.md, 2026-11-27
+    # this and the others: H200, 2026-11-27
     "unet": measured_as((19.7, 19, 17, 10.4, 7.1, 5.8), (51.0, 31.0), (33, 44), kinds=6, parts=False),
     "gemma3": measured_as((71.5, 60, 55, 28.5, 12.6, 10.9), (16.5, 51.0), (11, 86), kinds=1, parts=False),
     "swin": measured_as((52.1, 50, 46, 33.5, 18.6, 16.2), (100.0, 74.0), (28, 66), kinds=4, parts=False),
-    # docs/log.md, 2026-11-28: its capture saves more than any bound
+    # its capture saves 0.74 of a step, more than any bound
     "t5": measured_as((67.6, 60, 55, 17.9, 10.9, 9.9), (30.0, 57.0), (24, 70), kinds=4, parts=False),
     "convnext": measured_as((32.3, 30, 29, 26.5, 16.5, 16.4), (46.0, 42.0), (62, 64), kinds=4, parts=False),
 }

@@ -236,10 +236,15 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], messag
 @pytest.mark.slow
 def test_inductor_compiles_each_arm_from_caches_of_its_own(tmp_path: Path) -> None:
     usual = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    found = compare(Blocks(), loader(), [Whole()], quiet=True, **SHORT)
+    found = compare(Blocks(), loader(), [Whole(options={"fallback_random": True})], quiet=True, **SHORT)
     cold, warm = [one for one in records(found) if one.label == "whole"]
-    assert (cold.cache, warm.cache) == ("cold", "warm")
+    assert (cold.cache, cold.cache_hits, warm.cache, warm.cache_misses) == ("cold", 0, "warm", 0)
     assert cold.graphs
+    assert cold.cache_misses
+    assert warm.cache_hits
+    assert warm.compile_seconds < cold.compile_seconds
+    losses = [one.losses for one in records(found)]
+    assert losses == [[[step, pytest.approx(loss, rel=1e-5)] for step, loss in losses[0]]] * 4, "eager's"
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == usual
 
 

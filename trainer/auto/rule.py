@@ -28,7 +28,7 @@ CAPTURE_SECONDS, CAPTURE_STEPS = 0.5, 12
 """0.05 to 0.5 s, or steps' time where the device never waits (1.2 s of GPT-2 at 90 ms, 0.6 s of BERT at 48 ms)."""
 COMPILER_SECONDS, EACH_GRAPH, EACH_LAYER, REPEATED = 2.0, 2.0, 0.35, 0.5
 """To start the compiler, for each graph, and for each module with weights of its own in it, of which a repeated one
-counts ``REPEATED``: 0.6 to 1.7 times this in 11 of 12 programs, 8 to 78 s (docs/log.md, 2026-11-27)."""
+counts ``REPEATED``: 0.6 to 1.7 times this in 11 of 12 programs, 8 to 78 s."""
 CACHED_SECONDS = 5.0
 """Code that is in the compiler's caches is traced and checked again."""
 OFF = (0.5, 3.0)

@@ -51,6 +51,7 @@ IN_COMPILED_FUNCTION = "never called as a module: it may be part of {}, which a 
 WAITING = "was never called, and holds nothing that is trained"
 OWN_CALL = "never called by torch's own call: its class has a __call__ that goes around it, and stays eager"
 CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
+COPIES_CALLED = "copies of it are called in its place (a meta-learner's clones, DataParallel's replicas), and run eager"
 UNDER_A_MODE = (
     "called only where something looks at what runs (FlopCounterMode, a tracer, torch.func), and runs eager there"
 )
@@ -532,6 +533,8 @@ def _why_not_called(region: Region, users_compiled: Iterable[str]) -> str | None
         return None
     if region.called_beside_a_step:
         return CALLED_BESIDE
+    if region.copy_called:
+        return COPIES_CALLED
     if region.called_under_a_mode:
         return UNDER_A_MODE
     if type(region.module).__call__ is not nn.Module.__call__:

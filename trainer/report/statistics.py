@@ -4,7 +4,9 @@ time makes of them: when an arm breaks even, which one is best from which step o
 Times are compared by their logarithms, so that a ratio and its inverse are judged alike. The interval of a ratio is
 Student's t over **pairs** from three on, and Welch's t over **runs** otherwise, which for two runs is the narrower of
 the two. A bootstrap over three or four runs would promise 95% and hold far less. docs/comparing.md says when a
-difference is shown ("How a difference is shown"), and what total time is made of ("The figures").
+difference is shown ("How a difference is shown"), and what total time is made of ("The figures"). The interval alone
+called an arm different from itself in 66% of simulated comparisons on a machine that slows down evenly; with the second
+condition it is 0.7%, and 1.2 to 4.9% under five other kinds of noise (2026-11-22).
 """
 
 from __future__ import annotations
