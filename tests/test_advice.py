@@ -127,6 +127,7 @@ def test_the_verdict_names_what_the_script_calls_and_nothing_that_needs_lightnin
     ("call", "says"),
     [
         (lambda: Compile([], stpes=1), "Compile() has no argument 'stpes'"),
+        (lambda: Compile(Regional(), CudaGraph()), "Compile() takes one list of strategies, "),
         (lambda: Compile([], on_slow="eager"), "Compile() has no argument 'on_slow'; near: on_slower"),
         (
             lambda: crucible.compile(Lines(), [], planned_step=9),
@@ -138,8 +139,8 @@ def test_the_verdict_names_what_the_script_calls_and_nothing_that_needs_lightnin
         ),
     ],
 )
-def test_a_mistyped_argument_is_named_with_what_was_called(call: Callable[[], object], says: str) -> None:
-    with pytest.raises(TypeError, match=f"^{re.escape(says)}$"):
+def test_a_wrong_call_is_named_as_what_was_called(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(says)}"):
         call()
 
 

@@ -42,7 +42,7 @@ def refuse_unknown(called: str, given: Iterable[str], *functions: Callable[..., 
     """Raise TypeError, as Python would, where ``called`` was given an argument by a name that none of ``functions``
     has: here it names what the user called, and what is near."""
     parameters = (one for function in functions for one in inspect.signature(function).parameters.values())
-    known = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
+    known = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=3)

@@ -15,7 +15,8 @@ from strategies.compile_errors import SECOND_ORDER
 from tests.trainer.simulated import STARTED, Workload, simulate, simulate_together
 from trainer.auto import chooser
 from trainer.auto.past_runs import load_timings, save_timings
-from trainer.auto.rule import CACHED_SECONDS, CAPTURE_SECONDS, EAGER, Arm, Timings
+from trainer.auto.rule import CACHED_SECONDS, CAPTURE_SECONDS, EAGER, MARGIN, Arm, Timings
+from trainer.report.statistics import Cost, best_at, envelope
 
 ARMS = ("eager", "regional", "whole", "cuda_graph", "regional+cuda_graph", "whole+cuda_graph")
 
@@ -139,6 +140,24 @@ def test_processes_of_unlike_times_batches_and_memories_try_the_same_arms_at_the
     announced = [[note for note in run.program.notes if "begins to compile" in note] for run in runs]
     assert announced[0] == announced[1]
     assert (first["remembered"] is not None) is remembers
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+@pytest.mark.parametrize("steps", [100, 500, 2_000, 20_000])
+def test_a_comparison_of_the_same_runs_advises_what_auto_takes(name: str, steps: int) -> None:
+    workload, known = WORKLOADS[name], arms()
+    for arm in known.arms.values():
+        arm.step_seconds = workload.steps[arm.name]
+        arm.setup_seconds = workload.compiling.get(arm.module, 0.0) + workload.capture * arm.captured
+    costs = {
+        arm.name: Cost(step_seconds=workload.steps[arm.name], warmup_seconds=arm.setup_seconds or 0.0)
+        for arm in known.arms.values()
+    }
+    total = {arm: cost.warmup_seconds + steps * cost.step_seconds for arm, cost in costs.items()}
+    advised = best_at(envelope(costs, costs[EAGER]), steps)
+    taken = known.next(known.arms[EAGER, False], steps, 0.0)
+    assert taken is not None
+    assert total[taken.name] <= total[advised] + MARGIN * total[EAGER], "but for what is not worth a change"
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from trainer.report.statistics import Cost, best_at, envelope
+
 EAGER, DERIVING = "eager", "second_order"
 MODULES = (EAGER, "regional", "whole", DERIVING)
 """Ways to train modules, each compiling no less than the one before; the last one is an arm once another one could not
@@ -48,7 +50,7 @@ JUDGED_STEPS = 20
 """Steps after which an arm is judged, about."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Arm:
     """One way to train, with what this run, or an earlier one of the same program, found out about it."""
 
@@ -228,7 +230,7 @@ class Timings:
         process has run. Where this run has timed nothing yet, it is what an earlier one found to be best, or eager."""
         if best.step_seconds is None:
             return best
-        timed, left, ends = bool(best.by_shape), steps_left * best.step_seconds, dict[float, Arm]()
+        timed, left, costs = bool(best.by_shape), steps_left * best.step_seconds, dict[Arm, Cost]()
         for arm in self.arms.values():
             known, compiles = arm.step_seconds is not None, arm.module != best.module
             if arm is best or arm.switched_at_step is not None or arm.failed or not (timed or known):
@@ -237,15 +239,18 @@ class Timings:
                 continue
             if arm.captured and not best.captured and compiles and not known:  # one thing at a time
                 continue
-            setup = self.expected_setup(arm, best)
-            saved = left * (1 - self.expected_over(arm, best)) - self.capture_seconds(arm, best, steps_left)
+            setup, over = self.expected_setup(arm, best), self.expected_over(arm, best)
+            captures = self.capture_seconds(arm, best, steps_left)
+            saved = left * (1 - over) - captures
             if saved <= (setup + MARGIN * left if known else PAYS * setup):
                 continue
             if known or compiles:
-                ends[setup - saved] = arm
+                costs[arm] = Cost(step_seconds=best.step_seconds * over, warmup_seconds=setup + captures)
             elif setup + self._captures_tried() <= SHARE * (age_seconds + left):
                 return arm
-        return ends[min(ends)] if ends else None if timed else best
+        if costs:  # which a comparison of runs would advise for so many steps
+            return best_at(envelope(costs, None), steps_left)
+        return None if timed else best
 
     def _captures_tried(self) -> float:
         """Seconds that captures of further shapes are expected to take until captured steps are judged."""

@@ -150,7 +150,7 @@ class CompiledTraining:
     def __init__(
         self,
         strategies: Iterable[Strategy] = (),
-        *,
+        *more: Never,
         whole: Iterable[str] = (),
         blocks: Iterable[str] = (),
         parts: Iterable[str] = (),
@@ -168,8 +168,15 @@ class CompiledTraining:
         profile: str = "off",
         **unknown: Never,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
-        refuse_unknown(type(self).__name__, unknown, CompiledTraining)
+        given = {
+            name: value for name, value in locals().items() if name not in ("self", "more", "unknown", "__class__")
+        }
+        name = type(self).__name__
+        refuse_unknown(name, unknown, CompiledTraining)
+        if more:
+            raise TypeError(
+                f"{name}() takes one list of strategies, {name}([Regional(), Cached()]), and options by name"
+            )
         # An iterator serves once.
         kept: dict[str, Any] = {name: list(one) if isinstance(one, Iterator) else one for name, one in given.items()}
         for name in ("whole", "blocks", "parts"):

@@ -91,7 +91,7 @@ class WorkloadComparison:
     """``cold`` or ``warm``: the caches that more arms started with (cold where as many). Times count from them."""
     unlike: list[str]
     """What should be the same in all runs and is not, a line each: ``torch: 2.11.0 (2 runs), 2.15.0 (3 runs)``."""
-    crossings: list[Crossing] = field(default_factory=list)
+    crossings: list[Crossing[str]] = field(default_factory=list)
     """Which arm, of those shown to be faster and the baseline, needs the least total time from which step on."""
     verdict: str = ""
     """One plain sentence: which arm to use, for how many steps."""
