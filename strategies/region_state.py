@@ -212,10 +212,12 @@ class RegionState:
             return tensor if isinstance(tensor, nn.Parameter) or id(tensor) in self._too_large else copy(tensor)
 
         for holder in self._holders:
-            items = holder if isinstance(holder, dict) else _attributes(holder)
-            for name, one in [*dict.items(items)]:
+            held: list[tuple[Callable[..., Any], Any, Any]]
+            held = [(_set_attribute, *one) for one in _attributes(holder).items()]
+            held += [(dict.__setitem__, *one) for one in dict.items(holder)] if isinstance(holder, dict) else []
+            for put, name, one in held:
                 if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(one)):
-                    _set_item(holder, name, pytree.tree_map_only(Tensor, copied, one))
+                    put(holder, name, pytree.tree_map_only(Tensor, copied, one))
 
     def remember(self, value: Any, names: Iterable[str], find: Callable[[], Any] | None = None) -> bool:
         """Put ``value`` back as well, of which nothing has changed yet: those of its attributes that are named, where
@@ -402,11 +404,16 @@ def _opened(value: Any, name: str, *, of_arguments: bool) -> tuple[PutBack | Non
         return _attributes_restorer(value, own), _items(own, name)
     if isinstance(value, _NOT_LOOKED_INTO) or type(value).__module__.startswith(_FRAMEWORKS):
         return None, []
-    if isinstance(value, dict):
-        return _entries_restorer(value), _items(value, name)
-    if isinstance(value, list | deque | set | tuple):
-        put_back = None if isinstance(value, tuple) else _entries_restorer(value)
-        return put_back, ((one, name) for one in _entries(value) if _deep(one))
+    if isinstance(value, dict | list | deque | set):
+        held = (
+            _items(value, name) if isinstance(value, dict) else ((one, name) for one in _entries(value) if _deep(one))
+        )
+        if (attributes := _attributes(value)) or hasattr(value, "__dict__"):  # of a class of its own
+            both = (_entries_restorer(value), _attributes_restorer(value, attributes))
+            return lambda: [one() for one in both], itertools.chain(held, _items(attributes, name))
+        return _entries_restorer(value), held
+    if isinstance(value, tuple):
+        return None, ((one, name) for one in _entries(value) if _deep(one))
     if isinstance(value, contextvars.ContextVar):
         try:
             held = value.get()
@@ -626,11 +633,9 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {**found, **getattr(value, "__dict__", {})}
 
 
-def _set_item(holder: Any, name: str, value: Any) -> None:
-    """An entry of a dictionary, or an attribute: not by methods that a class may have replaced."""
-    if isinstance(holder, dict):
-        dict.__setitem__(holder, name, value)
-    elif name in getattr(holder, "__dict__", ()):
+def _set_attribute(holder: Any, name: str, value: Any) -> None:
+    """Not by methods that a class may have replaced."""
+    if name in getattr(holder, "__dict__", ()):
         vars(holder)[name] = value
     else:
         object.__setattr__(holder, name, value)
