@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
 from strategies.proven_code import STANCE, NoCode, NotCompiledYet, in_capture, without_compiling
-from strategies.region_check import Outcome, check_call, overlapping, weights_held, written_to
+from strategies.region_check import Outcome, check_call, overlapping, tensors_of, weights_held, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, functions_behind, known
 from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
@@ -293,9 +293,11 @@ class Checking:
     """The kind that the step under way has checked for the first time."""
     audited: bool = False
     """Whether it has checked one again: no step does so twice."""
+    ran_eager: bool = False
+    """Whether a call of it that records gradients ran eager, beside others that run compiled."""
 
     def step_begins(self) -> None:
-        self.checked, self.audited = None, False
+        self.checked, self.audited, self.ran_eager = None, False, False
 
 
 class RequiringGrad(TorchFunctionMode):
@@ -612,7 +614,9 @@ class Region(StandIn):
                 changed=kind.changed,
                 left_alone=kind.left_alone,
             )
-        except Exception as error:  # eager's own error, which the step is about to raise itself, or one of copies alone
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # eager's own, which the step is about to raise itself, or one of copies alone
             self._unchecked = one_line(error)
             return
         finally:
@@ -679,7 +683,8 @@ class Region(StandIn):
         try:
             if compiles and not self.arguments.get("fullgraph", False) and self._compiled is None:
                 kept = RegionState(self.module, (args, kwargs))  # a part may run before another does not compile
-            result = self.compiled(*args, **kwargs) if compiles else self._by_proven_code(args, kwargs)
+            with contextlib.nullcontext() if not self._checking.ran_eager else self._versions_kept(args, kwargs):
+                result = self.compiled(*args, **kwargs) if compiles else self._by_proven_code(args, kwargs)
         except NoCode:
             raise
         except Exception as error:
@@ -707,6 +712,16 @@ class Region(StandIn):
             self._watch_backward(proof, result, args, kwargs)
         return result
 
+    def _versions_kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Inside, what is written to buffers does not count as a change. Eager's batch norm saves its running
+        statistics for a backward that does not read them, and does not count what it writes to them; compiled code
+        does, so that the backward of an eager call would refuse."""
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, nn.Module)]
+        buffers = dict.fromkeys(itertools.chain.from_iterable(one.buffers() for one in (self.module, *given)))
+        return torch.autograd.grad_mode._unsafe_preserve_version_counter(
+            tuple(one for one in buffers if not one.is_inference())
+        )
+
     def _end_capture(self, proof: Proof | None = None) -> None:
         """Code is missing where none can be compiled: a later call of ``proof``'s is checked, which compiles it."""
         if proof is not None and self._checking.mode != "off":
@@ -726,10 +741,11 @@ class Region(StandIn):
             self.of.fail(NEVER_SETTLES)
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._checking.ran_eager |= torch.is_grad_enabled()
         result = self.module._call_impl(*args, **kwargs)
         if torch.is_grad_enabled() and self.of.failure is None:
-            for one in pytree.tree_leaves(result):
-                if isinstance(one, Tensor) and one.grad_fn is not None:
+            for one in tensors_of(result):
+                if one.grad_fn is not None:
                     one.grad_fn.register_prehook(self._notice_double_backward)
                     break
         return result
@@ -893,11 +909,15 @@ class Region(StandIn):
     def _watch_backward(self, proof: Proof, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiled code has no gradient of its gradient, and gives zeros where eager gives none. Both are put right as
         the backward's results come."""
-        leaves = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+        leaves = tensors_of(result)
+        if proof.reached is not None or not leaves:  # what is written into an argument is an output, too
+            known = set(map(id, leaves))
+            leaves += [one for one in tensors_of((args, kwargs)) if id(one) not in known]
         node = next((found for one in leaves if (found := _compiled_node(one.grad_fn)) is not None), None)
         if node is None:
             return
         functions = node.next_functions  # not the node, which holds the hook
+        leaves = [one for one in leaves if _compiled_node(one.grad_fn) is node]
         places = [(place, one.output_nr) for place, one in enumerate(leaves) if one.grad_fn is node]
         autocast = [
             (name, torch.get_autocast_dtype(name)) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)
@@ -907,7 +927,9 @@ class Region(StandIn):
             if torch.is_grad_enabled():
                 self.of.fail(helped(DOUBLE_BACKWARD))
                 return self._eager_gradients(functions, places, given, gradients, args, kwargs, autocast)
-            if proof.reached is None or all(one is not None for one in given):
+            placed = {nr for _, nr in places}
+            beside = any(one is not None and nr not in placed for nr, one in enumerate(given))
+            if proof.reached is None or beside or all(one is not None for one in given):
                 return None
             return self._params_without_grad(proof.reached, functions, places, given, gradients)
 
@@ -955,9 +977,7 @@ class Region(StandIn):
             entered.enter_context(torch.enable_grad())
             self._inside = True
             entered.callback(setattr, self, "_inside", False)
-            leaves = [
-                one for one in pytree.tree_leaves(self.module._call_impl(*args, **kwargs)) if isinstance(one, Tensor)
-            ]
+            leaves = tensors_of(self.module._call_impl(*args, **kwargs))
             pairs = [(leaves[place], given[nr]) for place, nr in places if given[nr] is not None]
             known = [one for one in wanted if one is not None]
             found = torch.autograd.grad(

@@ -242,6 +242,45 @@ def half_of_the_gradient(module: Any, given: Any, out: Any) -> Any:
     return None if given[0] is None else (given[0] * 0.5,)
 
 
+class BatchNormOfTwoSizes(Module):
+    """Crops of two sizes in one step: batch norm saves its running statistics, and writes to them, in both calls."""
+
+    class block(BatchNormBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm.momentum = 0.1
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + super().loss(batch[:4])
+
+
+CASES["BatchNormOfTwoSizes"] = Case(BatchNormOfTwoSizes, {"data": vectors(8)})
+
+
+@block()
+class WritesOnAWeightBlock(Block):
+    """Keeps what it has seen as attributes of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.linear.weight
+        if not hasattr(weight, "seen"):
+            weight.seen = torch.zeros(())
+        weight.seen += x.detach().abs().mean()
+        return super().forward(x) * (1 + 0.01 * weight.seen)
+
+
+@block()
+class DrawsFromALibraryBlock(Block):
+    """What the library's object counts lies in it, and not in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points = torch.quasirandom.SobolEngine(WIDTH, scramble=True, seed=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * self.points.draw(len(x)))
+
+
 @block()
 class TimingBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
@@ -575,6 +614,58 @@ class PassesAState(Passing):
         return state.x
 
 
+class Memory:
+    __slots__ = ("sum", "written", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.sum, self.written = x, x * 1.0, Entries(mean=torch.zeros(WIDTH))
+
+
+class Entries(dict[str, Tensor]):
+    pass
+
+
+@case(data=vectors(8))
+class WritesIntoAMemory(Passing):
+    """A block writes in place to tensors of an object that it is given, and of a module."""
+
+    class block(Block):
+        def forward(self, memory: Memory, norm: nn.Module) -> None:
+            memory.sum += super().forward(norm(memory.x))
+            memory.written["mean"].mul_(0.9).add_(memory.sum.detach().mean(0))
+
+    def through(self, x: Tensor) -> Tensor:
+        memory, norm = Memory(x), nn.BatchNorm1d(WIDTH)
+        for one in self.net.blocks:
+            assert one(memory, norm) is None
+        assert norm.running_mean is not None
+        return memory.sum + memory.written["mean"] + norm.running_mean
+
+
+@case(data=vectors(8))
+class WeightsThatTheLossLeavesOut(Passing):
+    """One output, in an object, is not used, and another is written into an argument: decay moves no weight that eager
+    leaves without a gradient."""
+
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.unused = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor, losses: list[Tensor]) -> Any:
+            losses.append(self.router(x).square().mean())
+            return types.SimpleNamespace(x=super().forward(x), more=self.unused(x))
+
+    def through(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        for one in self.net.blocks:
+            x = one(x, losses).x
+        return x + sum(losses)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
+
+
 def cloned(module: nn.Module) -> Any:
     """A copy with weights of its own, as meta-learners make it: learn2learn's ``clone_module``, torch's replicas."""
     clone = module.__new__(type(module))
@@ -588,6 +679,28 @@ def cloned(module: nn.Module) -> Any:
 class ClonesItsBlocks(Passing):
     def call(self, one: Any, x: Tensor) -> Tensor:
         return cloned(one)(x)
+
+
+class _Enough(BaseException):
+    pass
+
+
+@case()
+class StopsAForward(Module):
+    """Takes what a layer computes, and leaves the forward by an exception of its own."""
+
+    def loss(self, batch: Any) -> Tensor:
+        found: list[Tensor] = []
+
+        def take(module: Any, given: Any, out: Tensor) -> None:
+            found.append(out)
+            raise _Enough
+
+        hook = self.net.blocks[1].linear.register_forward_hook(take)
+        with contextlib.suppress(_Enough):
+            self.net(batch)
+        hook.remove()
+        return super().loss(batch) + found[0].square().mean()
 
 
 @case()

@@ -180,6 +180,17 @@ class OwnList(list[int]):
     pass
 
 
+class EasyDict(dict[str, int]):
+    """What is set is an attribute and an entry, as in easydict and ml_collections."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __setattr__(self, name: str, value: int) -> None:
+        super().__setattr__(name, value)
+        self[name] = value
+
+
 @dataclasses.dataclass(slots=True)
 class SlottedData:
     count: int = 0
@@ -274,6 +285,7 @@ for given in (
     ("deque", collections.deque, lambda held: held.append(1), len),
     ("ordered dictionary", lambda: collections.OrderedDict(count=0), incremented, lambda held: held["count"]),
     ("list's subclass", OwnList, lambda held: held.append(1), len),
+    ("dictionary with attributes", EasyDict, add_to("count"), lambda held: held.count + held["count"]),
     ("array of array", lambda: array.array("d", [0.0]), lambda held: held.__setitem__(0, held[0] + 1), lambda h: h[0]),
     ("memory view", lambda: memoryview(bytearray(1)), lambda held: held.__setitem__(0, held[0] + 1), lambda h: h[0]),
     ("numpy array", lambda: numpy.zeros(3), lambda held: held.__iadd__(1), lambda held: float(held[0])),
