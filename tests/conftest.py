@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Pair, compile_quickly, on_ranks
+from tests.processes import ROOT, Pair, compile_quickly, on_ranks
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core, each with threads for all cores, would be in its own way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,7 +23,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core, each with threads f
 # Each empty cache of Inductor's would begin with g++ trying out the processor's vector instructions: 6 CPU seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-ROOT = Path(__file__).resolve().parents[1]
 STAND_IN = ROOT / "tests" / "stand_in"
 STARTED = str(ROOT / "trainer" / "__main__.py")
 """What advice takes this process for: in a script's own words, the golden files would say ``crucible train``."""

@@ -25,6 +25,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.preloaded"])
 SECONDS_AFTER_A_FAILURE = 30.0
@@ -45,12 +47,20 @@ STACK = "(most recent call first)"
 PORTS = itertools.count()
 Pair = Callable[..., list[Any]]
 """``on_ranks``, as the fixture ``pair`` gives it."""
+Ended = subprocess.CompletedProcess[str]
 Answers = dict[int, tuple[bool, Any]]
 """By rank: whether the call returned, and what; or its traceback. A rank that died has none."""
 
 
 class RanksFailed(AssertionError):
     """Not all ranks returned; with what is known of each."""
+
+
+def python(*arguments: str | Path, cwd: Path = ROOT, path: Sequence[Path] = (ROOT,), **environment: str) -> Ended:
+    """A Python of its own that was given ``arguments`` and has ended; it finds packages in ``path``."""
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **environment}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=280, check=False)
 
 
 def on_ranks(
@@ -67,7 +77,7 @@ def on_ranks(
     """
     shared = {**os.environ, **torchrun(ranks), **(environment or {})}
     group, connections = [], []
-    with contextlib.chdir(Path(__file__).parents[1]):  # from where the server imports what is preloaded
+    with contextlib.chdir(ROOT):  # from where the server imports what is preloaded
         forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -102,7 +112,7 @@ def on_ranks(
 
 def forked(function: Callable[..., Any], *arguments: Any) -> Any:
     """A process of that server that has begun with ``function(*arguments)``, and is no rank."""
-    with contextlib.chdir(Path(__file__).parents[1]):
+    with contextlib.chdir(ROOT):
         forkserver.ensure_running()
     process = FORKS.Process(target=function, args=arguments)
     process.start()

@@ -6,8 +6,6 @@ import ast
 import dataclasses
 import importlib
 import os
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +18,7 @@ from strategies.base import Strategy
 from tasks import SCHEMAS, TASKS
 from tasks.base import Task
 from tests.conftest import ROOT, SECONDS, SLOW_FILES
+from tests.processes import python
 from trainer import crucible
 from trainer.settings import Config, TrainerConfig
 
@@ -45,12 +44,6 @@ def imports_of(text: str) -> set[str]:
         elif isinstance(node, ast.Attribute):
             found.add(ast.unparse(node))
     return found
-
-
-def python(code: str, *arguments: str) -> list[str]:
-    """Lines that a Python of its own prints."""
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def test_the_files_of_every_package_were_found() -> None:
@@ -93,7 +86,7 @@ not required is missing, and a run that compiles nothing."""
 
 @pytest.mark.slow
 def test_imports_of_a_library_user_need_little(tmp_path: Path) -> None:
-    pulled_in, named, missing, *_, last = python(IMPORTS, str(tmp_path))
+    pulled_in, named, missing, *_, last = python("-c", IMPORTS, tmp_path).stdout.splitlines()
     assert "trainer.callback" in pulled_in.split()
     others = ("trainer.auto", "trainer.cli", "trainer.run", "trainer.sweep", "tasks", "scripts")
     heavy = (*others, "hydra", "torch._inductor.compile_fx")
@@ -155,7 +148,9 @@ for module in sys.argv[1:]:
         "strategies",
         "tasks",
     ]
-    assert python(code, *light) == light, "those that are missing failed, those with a name behind them imported it"
+    assert python("-c", code, *light).stdout.splitlines() == light, (
+        "those that are missing failed, those with a name behind them imported it"
+    )
 
 
 def test_a_strategy_is_found_under_its_own_name() -> None:
@@ -196,3 +191,39 @@ def test_no_modules_import_each_other() -> None:
             if (others := graph.find_upstream_modules(module) & graph.find_downstream_modules(module))
         }
         assert sorted(map(sorted, circles)) == sorted(map(sorted, known)), "each of these imports one that leads back"
+
+
+def test_every_public_name_is_what_its_module_holds() -> None:
+    for name in crucible.__all__:
+        assert getattr(crucible, name).__name__ == name
+    assert dir(crucible) == sorted(set(crucible.__all__))
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    docs = {name: getattr(crucible, name).__doc__ or "" for name in crucible.__all__}
+    # A dataclass without a docstring is given its signature.
+    assert [name for name, doc in docs.items() if not doc.strip() or doc.startswith(f"{name}(")] == []
+
+
+def test_every_strategy_is_public() -> None:
+    assert {kind.__name__ for kind in STRATEGIES.values()} <= set(crucible.__all__)
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Compiler'"):
+        _ = crucible.Compiler
+
+
+@pytest.mark.parametrize("hiding", ["trainer.py", "tasks.py", "strategies/__init__.py", "scripts.py"])
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path, hiding: str) -> None:
+    (tmp_path / "crucible").symlink_to(ROOT / "trainer" / "crucible")  # as an installation maps it
+    file = tmp_path / hiding
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("from crucible import Strategy\nprint('ran')\n")
+    name = "explain_module" if "scripts" in hiding else "Strategy"
+    done = python("-c", f"from crucible import {name}", cwd=tmp_path)
+    assert done.returncode == 1
+    package = hiding.split(".")[0].split("/")[0]
+    complaint = f"ImportError: crucible: {file} hides crucible's own package {package!r}: rename that file or folder"
+    assert done.stderr.splitlines()[-1] == complaint
+    assert done.stdout == "", "and was not run"

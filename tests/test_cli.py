@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,10 @@ import pytest
 
 from tasks import TASKS
 from tests.conftest import ROOT
+from tests.processes import Ended, python
 from trainer.crucible import __main__ as command
 
 Calls = list[dict[str, Any]]
-
-
-def python(code: str, *arguments: str, cwd: Path, path: tuple[Path, ...] = (ROOT,)) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
 
 
 def test_a_run_gets_its_configuration_directory_and_command(command_line: Any, called: Calls, tmp_path: Path) -> None:
@@ -277,15 +270,11 @@ def test_every_option_of_every_task_and_strategy_has_a_meaning_in_help(
         assert bare == []
 
 
-def crucible(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def crucible(*arguments: str, cwd: Path, **environment: str) -> Ended:
     """The console script, as an installation maps it."""
     (cwd / "crucible").symlink_to(ROOT / "trainer" / "crucible")
     code = COLD + "from crucible.__main__ import main; sys.argv[0] = 'crucible'; sys.exit(main())"
-    path = os.pathsep.join([str(ROOT), str(cwd)])
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd, env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return python("-c", code, *arguments, cwd=cwd, path=(ROOT, cwd), **environment)
 
 
 def test_the_command_alone_names_its_commands_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,7 +362,7 @@ def test_torch_is_not_imported_before_it_is_needed(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMP_LINE", "crucible compile=")
-    done = python(MAIN, *arguments, cwd=tmp_path)
+    done = python("-c", MAIN, *arguments, cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == "slow: []"
     assert done.returncode == (2 if "trainer.max_steps=0" in arguments else 0)
 
@@ -390,4 +379,4 @@ def test_completion_knows_the_users_own_options(
 
 def test_importing_the_package_touches_neither_path_nor_siblings(tmp_path: Path) -> None:
     code = "import sys; before = list(sys.path); import trainer; sys.exit(sys.path != before or 'tasks' in sys.modules)"
-    assert python(code, cwd=tmp_path).returncode == 0
+    assert python("-c", code, cwd=tmp_path).returncode == 0

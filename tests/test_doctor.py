@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,12 +15,7 @@ import torch
 
 from scripts import doctor
 from scripts.doctor import ERROR, OK, WARNING, caches, compiler, machine, reason, shared_names, tiny, with_torch
-from tests.conftest import ROOT
-
-
-def run_doctor(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *python, "-m", "scripts.doctor", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+from tests.processes import python
 
 
 @pytest.fixture
@@ -35,7 +29,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_torch_that_does_not_import_is_an_error_and_the_rest_is_still_looked_at(stub: Path) -> None:
     stub.write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
-    done = run_doctor()
+    done = python("-m", "scripts.doctor", path=(stub.parents[1],))
     assert done.returncode == 1
     assert "error    torch imports   no: ImportError: libcudart.so.13: cannot open" in done.stdout
     for name in ("packages", "inductor cache", "environment"):
@@ -61,7 +55,7 @@ def test_what_brings_packages_of_our_names_is_an_error(monkeypatch: pytest.Monke
 
 def test_where_nothing_is_installed_each_package_is_missed_by_name(stub: Path) -> None:
     stub.write_text("raise ImportError('no torch')\n")
-    done = run_doctor(python=("-S",))  # without site-packages
+    done = python("-S", "-m", "scripts.doctor", path=(stub.parents[1],))  # without site-packages
     assert done.returncode == 1
     assert done.stderr == ""
     for package in ("torch", "lightning", "hydra-core", "rich"):

@@ -1,4 +1,4 @@
-"""The page on other people's Lightning scripts: its script is short and trains, its arguments are real ones."""
+"""The page on other people's Lightning scripts: its script and its YAML train, its arguments are real ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import re
 import subprocess
 import sys
 import termios
+import textwrap
 from pathlib import Path
+from typing import Any
 
+import crucible
+import lightning as L
 import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from tests.conftest import ROOT
 
@@ -85,3 +91,42 @@ def test_the_script_trains_outside_our_command_line_and_lightnings_bars_reach_th
 def test_the_arguments_that_it_shows_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "crucible", importlib.import_module("trainer.crucible"))
     exec(compile(BLOCKS["arguments.py"], "docs/own_model.md", "exec"), {})
+
+
+jsonargparse = pytest.importorskip("jsonargparse")
+
+OPTIONS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "max_steps": 3,
+    "limit_val_batches": 0,
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+}
+
+
+def compiling(trainer: L.Trainer) -> Any:
+    (found,) = [one for one in trainer.callbacks if isinstance(one, crucible.Compile)]  # type: ignore[attr-defined]
+    return found
+
+
+def test_the_yaml_of_the_page_trains_under_the_strategies_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = "jsonargparse.set_parsing_settings(subclasses_enabled=[crucible.Strategy])"
+    assert call in PAGE
+    yaml = PAGE.partition("```yaml\n")[2].partition("```")[0]
+    assert yaml.count("crucible.Regional}") == 1
+    yaml = yaml.replace("crucible.Regional}", "crucible.Regional, init_args: {backend: eager}}")
+    yaml += textwrap.indent("\n".join(f"{name}: {str(value).lower()}" for name, value in OPTIONS.items()), "  ")
+    (tmp_path / "fit.yaml").write_text(yaml)
+    exec(call, {"jsonargparse": jsonargparse, "crucible": crucible})
+    cli = LightningCLI(BoringModel, BoringDataModule, args=["fit", "--config", "fit.yaml"])
+    record = compiling(cli.trainer).record
+    assert (record.status, record.label, record.steps, record.regions_compiled) == ("finished", "regional", 3, 1)
+
+
+def test_trainer_defaults_take_the_callback_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    defaults = {**OPTIONS, "callbacks": [crucible.Compile([crucible.Whole(backend="eager")], verbose=False)]}
+    cli = LightningCLI(BoringModel, BoringDataModule, args=["fit"], trainer_defaults=defaults)
+    assert compiling(cli.trainer).record.label == "whole"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import python
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -59,16 +59,14 @@ def test_the_wheel_works_from_a_directory_with_folders_of_the_same_names(tmp_pat
         (elsewhere / name).mkdir(parents=True)
         (elsewhere / name / "__init__.py").write_text("raise ImportError('the wrong one')\n")
     (elsewhere / "conf" / "config.yaml").write_text("seed: 99\n")
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    public = [sys.executable, "-P", "-c", "from crucible import Compile, Regional; print(Compile([Regional()]).record)"]
-    subprocess.run(public, cwd=elsewhere, env=environment, check=True)
-    for command, seed in (
-        ([sys.executable, "-m", "trainer", "--cfg", "job", "compile=whole"], "\nseed: 0"),
-        ([sys.executable, str(installed / "bin" / "crucible"), "seed=1", "--help"], "\n  seed=1"),
+    for command, said in (
+        (["-P", "-c", "from crucible import Compile, Regional; print(Compile([Regional()]).record)"], "RunRecord("),
+        (["-m", "trainer", "--cfg", "job", "compile=whole"], "\nseed: 0"),
+        ([installed / "bin" / "crucible", "seed=1", "--help"], "\n  seed=1"),
     ):
-        done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
+        done = python(*command, cwd=elsewhere, path=[installed])
         assert done.returncode == 0, done.stderr
-        assert seed in done.stdout
+        assert said in done.stdout
 
     # Another distribution with packages of two of our names, installed later.
     metadata = installed / "other_trainer-1.dist-info"
@@ -84,9 +82,7 @@ def test_the_wheel_works_from_a_directory_with_folders_of_the_same_names(tmp_pat
         (metadata / "RECORD").write_text(f"{package}/__init__.py,,\n")
         said = f"other-trainer installs a package {package!r} too"
         for command in given:
-            done = subprocess.run(
-                [sys.executable, *command], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
-            )
+            done = python(*command, cwd=elsewhere, path=[installed])
             assert done.returncode == 1
             assert said in done.stdout + done.stderr
             assert done.stderr.count("Traceback") == (command[0] == "-P"), "a line, in Python the last one"

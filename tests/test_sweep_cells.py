@@ -99,13 +99,18 @@ def test_a_sweep_gone_on_with_runs_what_is_not_finished(
     command_line: Any, cells: InstantCells, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cells.fails = lambda cell: "seed=1" in cell.overrides
-    assert command_line(*SWEEP, "seed=0,1,2") == 1
+    sweep = "sweep=two words"
+    assert command_line("-m", "seed=0,1,2", sweep) == 1
     said = capfd.readouterr()
-    assert said.out.splitlines()[-1] == "run what failed again with: python -m trainer -m seed=0,1,2 sweep=sweep"
+    *_, compare, tensorboard, again = said.out.splitlines()
+    assert again == "run what failed again with: python -m trainer -m seed=0,1,2 'sweep=two words'"
+    assert (compare, tensorboard) == ("python -m scripts.compare 'two words'", "tensorboard --logdir 'two words'")
+    _, told = (line.strip() for line in said.out.splitlines() if "RuntimeError" in line)
+    assert told == "eager: failed: RuntimeError: no (two words/1-seed=1)", "once in the table, and once as it came"
     assert "Error executing job" not in said.err, "Hydra's line, after the table and what to do"
     cells.ran.clear()
     cells.fails = lambda cell: False
-    assert command_line("-m", "seed=0,1,2", "sweep=sweep") == 0
+    assert command_line("-m", "seed=0,1,2", sweep) == 0
     assert cells.titles == ["seed=1"]
     assert "finished before, not run again: 2 of 3 cells\n  seed=0\n  seed=2\n" in capfd.readouterr().out
 

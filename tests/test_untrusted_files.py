@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from strategies.cached.store import read_key
 from strategies.compile_errors import one_line, redact
-from tests.conftest import ROOT
+from tests.processes import python
 from tests.report.records import record
 from trainer.config import compose
 from trainer.report import tables
@@ -174,14 +172,7 @@ def test_a_foreign_record_cannot_speak_to_the_terminal(tmp_path: Path, capfd: py
 def test_files_of_the_working_directory_hide_no_modules(command: list[str], tmp_path: Path) -> None:
     for name in ("random", "tasks", "strategies", "hydra", "rich"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('theirs ran')")
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", *command, cwd=tmp_path)
     warned, *said = done.stderr.splitlines()
     assert warned.startswith(f"warning: {tmp_path / 'random.py'} has the name of a module of Python's own")
     assert said[0].startswith("error: ")

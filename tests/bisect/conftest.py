@@ -12,7 +12,7 @@ from torch import nn
 from scripts.bisect.module_comparer import bisect_module
 from scripts.bisect.search import Report
 from strategies import Whole
-from tests.bisect.trained import Trained, loader
+from tests.bisect.planted import Trained, loader
 
 Searched = Callable[..., Report]
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.bisect.__main__ import main
 from tests.conftest import ROOT
+from tests.processes import python
 from trainer.config import compose
 from trainer.run import run
 
@@ -22,13 +20,13 @@ from typing import Any, ClassVar
 import lightning as L
 
 from tasks import BatchCounts, Declaration, Task
-from tests.bisect import planted, trained
+from tests.bisect import planted
 from trainer.config import register_task
 
 
 class Data(L.LightningDataModule):
     def train_dataloader(self) -> Any:
-        return trained.loader(4, 4)
+        return planted.loader(4, 4)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +37,7 @@ class Planted(Task):
         return Data()
 
     def build_module(self, *, max_steps: int) -> L.LightningModule:
-        return trained.Trained(planted.Net(planted.Middle(planted.Sine())))
+        return planted.Trained(planted.Net(planted.Middle(planted.Sine())))
 
     def declare(self) -> Declaration:
         return Declaration(whole=("net",))
@@ -78,8 +76,5 @@ def test_from_end_to_end(plugin: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_the_standard_library_keeps_its_module_of_the_same_name() -> None:
     code = "import random, bisect; print(bisect.__file__, bisect.bisect([1, 2, 3], 2), bisect.insort([], 1))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = python("-c", code, path=(ROOT / "scripts",))
     assert done.stdout.split() == [str(ROOT / "scripts" / "bisect" / "__init__.py"), "2", "None"], done.stderr

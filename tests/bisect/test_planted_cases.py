@@ -14,8 +14,7 @@ from scripts.bisect.module_comparer import bisect_module
 from scripts.bisect.search import Report
 from strategies import Modular, Regional, Whole
 from tests.bisect.conftest import Searched
-from tests.bisect.planted import WIDTH, Cosine, Middle, Net, Plain, Sine, SineBetween
-from tests.bisect.trained import Trained, loader
+from tests.bisect.planted import WIDTH, Cosine, Middle, Net, Plain, Sine, SineBetween, Trained, loader
 
 
 def culprits_of(found: Report) -> list[str]:

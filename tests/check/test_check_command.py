@@ -19,6 +19,7 @@ from scripts.check.comment import MARK
 from scripts.check.measurement import FILE_NAME, load
 from tests.check.runs import event
 from tests.conftest import ROOT, STAND_IN
+from tests.processes import Ended, python
 from tests.report.records import record, save
 from trainer.run_start import RECORDS_VARIABLE
 from trainer.sweep import launcher
@@ -275,10 +276,8 @@ if sys.argv[1:] == ["--compile"]:
 """
 
 
-def check(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STAND_IN), str(ROOT)])}
-    command = [sys.executable, "-m", "scripts.check", "--rounds", "1", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+def check(*arguments: str, folder: Path) -> Ended:
+    return python("-m", "scripts.check", "--rounds", "1", *arguments, cwd=folder, path=(STAND_IN, ROOT))
 
 
 @pytest.mark.slow

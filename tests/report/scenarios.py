@@ -320,6 +320,8 @@ VERDICTS: dict[str, RunRecord] = {
     "not compared": run(report={"parity": {"verdict": "skipped", "reason": "two optimizers"}}),
     "parity=off": run(config={"parity": "off"}),
     "short of time": run(report={"slowdown": {"short_of_time": True}}),
+    "another result than eager's": run(FASTER, report={"parity": {"verdict": "failed"}}),
+    "a script with another result": run(report={"parity": {"verdict": "failed"}}, script="train.py", entry="Compile"),
     "a script": run(FASTER, script="train.py", entry="Compile"),
     "a script that is slower": run(SLOWER, script="train.py", entry="Compile"),
 }  # fmt: skip

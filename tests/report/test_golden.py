@@ -7,23 +7,37 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
 from tests.conftest import STARTED
 from tests.report.records import ragged, static
-from tests.report.scenarios import CELLS, COLD, COMPARED, EAGER, FLAGGED, MODES, SCALED, VERDICTS, against_eager
+from tests.report.scenarios import (
+    CELLS,
+    COLD,
+    COMPARED,
+    EAGER,
+    FLAGGED,
+    MODES,
+    OPTIONS,
+    SCALED,
+    VERDICTS,
+    against_eager,
+)
 from trainer.report import tables
 from trainer.report.comparison import WorkloadComparison, compare_runs
 from trainer.report.run_verdict import run_verdict, verdict_lines
 from trainer.report.runs import Run, group, parity_of
 from trainer.report.statistics import Ratio, rounded
 from trainer.report.tables import number
+from trainer.sweep.plan import with_arms
 from trainer.telemetry.record import RunRecord
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -121,6 +135,14 @@ FILES: dict[str, Callable[[], Iterator[str]]] = {
 
 def text_of(name: str) -> str:
     return "\n".join(FILES[name]()).rstrip() + "\n"
+
+
+def test_options_of_a_strategy_go_where_it_goes() -> None:
+    repeated = shlex.split(run_verdict(VERDICTS["noise, with options"]).next_command or "")
+    assert repeated[:5] == ["python", "-m", "trainer", "-m", "task=toy"]
+    arms = OverridesParser.create().parse_override(repeated[5]).value()
+    chosen = [arm for _, arm in with_arms(["task=toy"], [str(arm) for arm in arms])]
+    assert chosen == [("compile=eager",), ("compile=[regional,cuda_graph]", *OPTIONS[1:])]
 
 
 def test_json_is_strict_and_has_nothing_for_what_never_pays_back() -> None:

@@ -8,8 +8,6 @@ every promise and reports all that are broken.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from strategies import STRATEGIES, Program, Stage, Strategy
 from tasks import TASKS
-from tests.conftest import ROOT
+from tests.processes import python
 from tests.sweep import MARK
 from tests.trainer.conftest import FLOOR, Baseline
 from tests.trainer.runs import (
@@ -233,7 +231,7 @@ def a_report_reads_it_without_torch(run_dir: Path) -> None:
         "import sys; from pathlib import Path; from trainer.telemetry.record import RunRecord; "
         f"assert RunRecord.load(Path({str(run_dir)!r})).status == 'finished'; sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert python("-c", code).returncode == 0
 
 
 def every_strategy_did_something_or_says_that_it_did_not(record: RunRecord) -> None:

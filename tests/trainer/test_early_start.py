@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch.distributed import TCPStore
 
 from tests.conftest import ROOT
+from tests.processes import python
 from trainer import process
 from trainer.settings import TrainerConfig
 from trainer.telemetry.record import RunRecord
@@ -152,9 +153,7 @@ def test_the_others_start_once_and_nothing_is_imported_in_vain(tmp_path: Path) -
     program.write_text(f"IN_VAIN = {IN_VAIN}\n{COUNTED}")
     options = ["task=micro", "compile=eager", "trainer.max_steps=3", "trainer.accelerator=cpu"]
     options += ["trainer.devices=2", "trainer.progress=none", f"hydra.run.dir={tmp_path / 'run'}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(program), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = python(program, *options)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["started 1 False, in vain\n", "in vain\n"]
     assert RunRecord.load(tmp_path / "run").world_size == 2

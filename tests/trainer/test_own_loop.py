@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import builtins
 import copy
-import os
 import pickle
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +33,7 @@ from strategies import (
     Whole,
 )
 from tests.conftest import ROOT
+from tests.processes import python
 from tests.strategies import backends
 from tests.trainer.recording import Recorded
 from trainer.guards import ParityError
@@ -448,8 +446,7 @@ raise KeyError("mine")
 @pytest.mark.slow
 def test_a_script_that_ends_without_close_has_a_record_of_why(tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "trainer")])}
-    done = subprocess.run([sys.executable, "fit.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = python("fit.py", cwd=tmp_path, path=(ROOT, ROOT / "trainer"))
     assert "Linear · eager · failed" in done.stdout, done.stderr
     record = RunRecord.load(tmp_path / "compile_runs" / "run-1")
     assert (record.status, record.reason, record.steps) == ("failed", "KeyError: 'mine'", 1)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.processes import Ended, python
 
 ENDS = """
 import atexit, gzip, os, socket, sys, threading, time, zipfile
@@ -48,11 +45,8 @@ with quick_exit():
 """
 
 
-def ended(end: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    code = ENDS.replace("{end}", end)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+def ended(end: str, folder: Path) -> Ended:
+    return python("-c", ENDS.replace("{end}", end), cwd=folder)
 
 
 def test_a_command_leaves_at_once_and_loses_nothing(tmp_path: Path) -> None:
