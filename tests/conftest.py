@@ -174,7 +174,7 @@ def command_line(edge: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
     from trainer.cli import main
 
     def call(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["trainer", *arguments])
+        monkeypatch.setattr(sys, "argv", [STARTED, *arguments])
         with pytest.raises(SystemExit) as stopped:
             main()
         return int(stopped.value.code or 0)
