@@ -111,7 +111,7 @@ def _headline(comparison: WorkloadComparison) -> tuple[str, str] | None:
     from single runs, which have no interval."""
     rated = [(row.ratio, row.cell) for row in comparison.rows if row.ratio is not None]
     rated = [(ratio, cell) for ratio, cell in rated if ratio.low is not None]
-    if not rated or comparison.verdict.startswith("no verdict"):
+    if not rated or comparison.busy is not None:
         return None
     longest = max((steps for row in comparison.rows for steps in row.total_seconds), default=AT_STEPS[-1])
     advised = best_at(comparison.crossings, longest) if comparison.crossings else None

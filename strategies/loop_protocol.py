@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
     from torch.utils.tensorboard import SummaryWriter
 
 Value = TypeVar("Value")
@@ -74,15 +76,41 @@ class StepHook:
         """The training is over, finished or broken."""
 
 
+# ---- what processes agree on -----------------------------------------------------------------------------------------
+
+_groups: dict[str, tuple[object, ProcessGroup]] = {}
+
+
 def gathered(value: Value) -> list[Value]:
-    """``value`` of each process of the group, by rank; all of them call it."""
+    """``value`` of each process of the group, by rank; all of them call it. No device is waited for."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return [value]
     values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
+    distributed.all_gather_object(values, value, group=host_group())
     return values
+
+
+def host_group(thread: str = "main") -> ProcessGroup:
+    """A gloo group of all processes beside the one that trains, made once for each of those; all processes call it.
+    Each ``thread`` that communicates has its own, because the order of two threads differs between processes."""
+    from torch import distributed
+
+    world = distributed.group.WORLD
+    if thread not in _groups or _groups[thread][0] is not world:
+        group: Any = distributed.new_group(backend="gloo", timeout=group_timeout())
+        _groups[thread] = world, group
+    return _groups[thread][1]
+
+
+def group_timeout() -> timedelta:
+    """How long a collective of the group that trains waits for a process; a new group has torch's default else."""
+    from torch import distributed
+
+    world: Any = distributed.group.WORLD
+    timeout: timedelta = world._get_backend(world._device_types[-1]).options._timeout
+    return timeout
 
 
 class Loop(Protocol):

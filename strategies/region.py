@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import types
 from collections import Counter
@@ -31,9 +32,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
+from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line, raised_by_signal
 from strategies.proven_code import STANCE, NoCode, NotCompiledYet, in_capture, without_compiling
-from strategies.region_check import Outcome, check_call, overlapping, weights_held, written_to
+from strategies.region_check import Outcome, check_call, overlapping, tensors_of, weights_held, written_to
 from strategies.region_state import Changed, Large, RegionState
 from strategies.remedies import Remedy, functions_behind, known
 from strategies.tolerance import MULTIPLES, SINGLE, Difference, autocast_unit
@@ -63,6 +64,9 @@ def is_ancestor(outer: str, path: str) -> bool:
 
 
 _SERIAL = itertools.count()
+
+
+_MODULE_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -289,9 +293,11 @@ class Checking:
     """The kind that the step under way has checked for the first time."""
     audited: bool = False
     """Whether it has checked one again: no step does so twice."""
+    ran_eager: bool = False
+    """Whether a call of it that records gradients ran eager, beside others that run compiled."""
 
     def step_begins(self) -> None:
-        self.checked, self.audited = None, False
+        self.checked, self.audited, self.ran_eager = None, False, False
 
 
 class RequiringGrad(TorchFunctionMode):
@@ -319,6 +325,13 @@ class StandIn:
         self.before: Callable[..., Any] | None = None
         self._thread = 0
         """Which runs the steps."""
+
+    def other_module_called(self) -> nn.Module | None:
+        """Asked by ``__call__``: the module that is called where it is not this one, but a copy made of this one's
+        ``__dict__``, in which this object stands as well: a replica of ``DataParallel``, a clone of a meta-learner."""
+        caller = sys._getframe(2)
+        called: nn.Module | None = caller.f_locals["self"] if caller.f_code is _MODULE_CALL else None
+        return None if called is self.module else called
 
     @property
     def is_called_beside_a_step(self) -> bool:
@@ -382,6 +395,8 @@ class Region(StandIn):
         """The same by another thread."""
         self.called_under_a_mode = False
         """The same where somebody traces, counts or transforms what runs."""
+        self.copy_called = False
+        """Whether a copy of its module was, see ``other_module_called``."""
         self._compiled: Callable[..., Any] | None = None
         self._proven: Callable[..., Any] | None = None
         """The same without compiling."""
@@ -460,6 +475,9 @@ class Region(StandIn):
         module = self.module
         if torch.compiler.is_compiling():
             return module._call_impl(*args, **kwargs)
+        if (other := self.other_module_called()) is not None:
+            self.copy_called = True
+            return other._call_impl(*args, **kwargs)
         if self.is_called_beside_a_step:  # a check would alter weights that the step is about to use
             self.called_beside_a_step = True
             with weights_held():
@@ -596,7 +614,11 @@ class Region(StandIn):
                 changed=kind.changed,
                 left_alone=kind.left_alone,
             )
-        except Exception as error:  # eager's own error, which the step is about to raise itself, or one of copies alone
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # eager's own, which the step is about to raise itself, or one of copies alone
+            if raised_by_signal(error):
+                raise
             self._unchecked = one_line(error)
             return
         finally:
@@ -663,7 +685,8 @@ class Region(StandIn):
         try:
             if compiles and not self.arguments.get("fullgraph", False) and self._compiled is None:
                 kept = RegionState(self.module, (args, kwargs))  # a part may run before another does not compile
-            result = self.compiled(*args, **kwargs) if compiles else self._by_proven_code(args, kwargs)
+            with contextlib.nullcontext() if not self._checking.ran_eager else self._versions_kept(args, kwargs):
+                result = self.compiled(*args, **kwargs) if compiles else self._by_proven_code(args, kwargs)
         except NoCode:
             raise
         except Exception as error:
@@ -691,6 +714,16 @@ class Region(StandIn):
             self._watch_backward(proof, result, args, kwargs)
         return result
 
+    def _versions_kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Inside, what is written to buffers does not count as a change. Eager's batch norm saves its running
+        statistics for a backward that does not read them, and does not count what it writes to them; compiled code
+        does, so that the backward of an eager call would refuse."""
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, nn.Module)]
+        buffers = dict.fromkeys(itertools.chain.from_iterable(one.buffers() for one in (self.module, *given)))
+        return torch.autograd.grad_mode._unsafe_preserve_version_counter(
+            tuple(one for one in buffers if not one.is_inference())
+        )
+
     def _end_capture(self, proof: Proof | None = None) -> None:
         """Code is missing where none can be compiled: a later call of ``proof``'s is checked, which compiles it."""
         if proof is not None and self._checking.mode != "off":
@@ -710,10 +743,11 @@ class Region(StandIn):
             self.of.fail(NEVER_SETTLES)
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._checking.ran_eager |= torch.is_grad_enabled()
         result = self.module._call_impl(*args, **kwargs)
         if torch.is_grad_enabled() and self.of.failure is None:
-            for one in pytree.tree_leaves(result):
-                if isinstance(one, Tensor) and one.grad_fn is not None:
+            for one in tensors_of(result):
+                if one.grad_fn is not None:
                     one.grad_fn.register_prehook(self._notice_double_backward)
                     break
         return result
@@ -877,11 +911,15 @@ class Region(StandIn):
     def _watch_backward(self, proof: Proof, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compiled code has no gradient of its gradient, and gives zeros where eager gives none. Both are put right as
         the backward's results come."""
-        leaves = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+        leaves = tensors_of(result)
+        if proof.reached is not None or not leaves:  # what is written into an argument is an output, too
+            known = set(map(id, leaves))
+            leaves += [one for one in tensors_of((args, kwargs)) if id(one) not in known]
         node = next((found for one in leaves if (found := _compiled_node(one.grad_fn)) is not None), None)
         if node is None:
             return
         functions = node.next_functions  # not the node, which holds the hook
+        leaves = [one for one in leaves if _compiled_node(one.grad_fn) is node]
         places = [(place, one.output_nr) for place, one in enumerate(leaves) if one.grad_fn is node]
         autocast = [
             (name, torch.get_autocast_dtype(name)) for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)
@@ -891,7 +929,9 @@ class Region(StandIn):
             if torch.is_grad_enabled():
                 self.of.fail(helped(DOUBLE_BACKWARD))
                 return self._eager_gradients(functions, places, given, gradients, args, kwargs, autocast)
-            if proof.reached is None or all(one is not None for one in given):
+            placed = {nr for _, nr in places}
+            beside = any(one is not None and nr not in placed for nr, one in enumerate(given))
+            if proof.reached is None or beside or all(one is not None for one in given):
                 return None
             return self._params_without_grad(proof.reached, functions, places, given, gradients)
 
@@ -939,9 +979,7 @@ class Region(StandIn):
             entered.enter_context(torch.enable_grad())
             self._inside = True
             entered.callback(setattr, self, "_inside", False)
-            leaves = [
-                one for one in pytree.tree_leaves(self.module._call_impl(*args, **kwargs)) if isinstance(one, Tensor)
-            ]
+            leaves = tensors_of(self.module._call_impl(*args, **kwargs))
             pairs = [(leaves[place], given[nr]) for place, nr in places if given[nr] is not None]
             known = [one for one in wanted if one is not None]
             found = torch.autograd.grad(

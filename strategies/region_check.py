@@ -32,7 +32,15 @@ from torch.utils import _pytree as pytree
 from strategies.compile_errors import is_compile_error, is_out_of_memory
 from strategies.inductor_random import InductorDraws
 from strategies.proven_code import STANCE
-from strategies.region_state import Changed, Large, RegionState, drew_random_numbers, random_state, seed_all
+from strategies.region_state import (
+    Changed,
+    Large,
+    RegionState,
+    attributes_of,
+    drew_random_numbers,
+    random_state,
+    seed_all,
+)
 from strategies.tolerance import CONSTANTS, SINGLE, UNCALIBRATED, Difference, Tensors, Unlowered, compare, exceeding
 from strategies.torch_patches import refused_elsewhere, without_inductors_graphs
 
@@ -73,7 +81,7 @@ class Outcome:
     """What the tolerance was made of: ``exact``, ``rounding``, ``draws`` (exact, by Inductor's random numbers) or
     ``seeds``; ``equal`` where none was needed."""
     reached: list[frozenset[str]] = field(default_factory=list)
-    """For each tensor among the outputs, the names of parameters that its gradient reaches."""
+    """For each tensor with a gradient among the outputs, the names of parameters that it reaches."""
     finite: bool = True
     """Whether eager's results were numbers: where they are not, nothing is shown by equal ones."""
 
@@ -443,13 +451,19 @@ class _Runs:
         if seed is not None:
             seed_all(seed, seed if host_seed is None else host_seed)
         for _ in range(calls - 1):
-            args, kwargs = _copied(self._given, dtype, off, finite=self._finite)[0]
+            args, kwargs = _copied(self._given, self.state, dtype, off, finite=self._finite)[0]
             call(*args, **kwargs)
         before = random_state()
-        (args, kwargs), inputs, versions = _copied(self._given, dtype, off, finite=self._finite, number=number)
+        (args, kwargs), inputs, versions = _copied(
+            self._given, self.state, dtype, off, finite=self._finite, number=number
+        )
+        given = tensors_of((args, kwargs))
         with contextlib.nullcontext() if draws is None else draws:
             result = call(*args, **kwargs)
         tensors, plain = _taken_apart(result)
+        known = {*map(id, given), *map(id, tensors.values())}
+        into = [one for one in tensors_of((args, kwargs)) if id(one) not in known]  # written into a list, an object
+        tensors |= {f"{place} in arguments": _values(one) for place, one in enumerate(into)}
         after = random_state()
         self.drew, self.drew_on_host = drew_random_numbers(before, after)
         self.ended = b"".join(one.numpy().tobytes() for one in (after[2], *after[3]))
@@ -469,7 +483,11 @@ class _Runs:
         graphs = [list(_nodes([one])) for one in tensors.values()]
         names = {id(one): name for name, one in self._parameters.items()}
         leaves = [{id(getattr(node, "variable", None)) for node in graph} for graph in graphs]
-        reached = [frozenset(names[one] for one in found if one in names) for found in leaves]
+        reached = [
+            frozenset(names[one] for one in found if one in names)
+            for found, of in zip(leaves, tensors.values(), strict=True)
+            if of.grad_fn is not None
+        ]
         if not roots or not (wanted or of_inputs):
             return {}, {}, reached
         weights = self._output_gradients(roots.values())
@@ -730,10 +748,16 @@ def _as_numbers(tensor: Tensor) -> Tensor:
 
 
 def _copied(
-    given: Any, dtype: torch.dtype | None, off: float, *, finite: bool = False, number: int = 0
+    given: Any,
+    state: RegionState,
+    dtype: torch.dtype | None,
+    off: float,
+    *,
+    finite: bool = False,
+    number: int = 0,
 ) -> tuple[Any, dict[str, Tensor], dict[str, tuple[Tensor, int]]]:
-    """``given`` with copies of its tensors; by name, the leaves behind them, which want gradients where these did, and
-    the copies with their versions."""
+    """``given`` with copies of its tensors, which objects among it hold until the ``state`` is put back; by name, the
+    leaves behind them, which want gradients where these did, and the copies with their versions."""
     copies: dict[int, Tensor] = {}
     named: dict[str, Tensor] = {}
     versions: dict[str, tuple[Tensor, int]] = {}
@@ -776,7 +800,9 @@ def _copied(
             versions[f"input {len(versions)}"] = copies[id(tensor)], version_of(copies[id(tensor)])
         return copies[id(tensor)]
 
-    return pytree.tree_map_only(Tensor, copy, given), named, versions
+    copied = pytree.tree_map_only(Tensor, copy, given)
+    state.lend(copy)
+    return copied, named, versions
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -824,25 +850,39 @@ def clone(tensor: Tensor) -> Tensor:
 
 def _taken_apart(result: Any) -> tuple[dict[str, Tensor], list[Any]]:
     """The tensors of an output by place, and what is none."""
-    leaves = list(_leaves(result))
-    tensors = [one for one in leaves if isinstance(one, Tensor)]
+    leaves = list(_leaves(result, {}))
+    tensors = [_values(one) for one in leaves if isinstance(one, Tensor)]
     return {str(place): one for place, one in enumerate(tensors)}, [
         one for one in leaves if not isinstance(one, Tensor)
     ]
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Those of records (dataclasses, model outputs), too. No closure that calls itself: that one would keep an output,
-    with its graph, until garbage is collected."""
+def tensors_of(result: Any) -> list[Tensor]:
+    """Those of an output, in the order of ``Outcome.reached``."""
+    return [result] if isinstance(result, Tensor) else [one for one in _leaves(result, {}) if isinstance(one, Tensor)]
+
+
+MOST_OBJECTS = 1000
+"""Objects of an output that are looked into."""
+
+
+def _leaves(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """Those of records (dataclasses, model outputs), too, and the tensors that other objects hold; ``seen`` are these
+    objects. No closure that calls itself: that one would keep an output, with its graph, until garbage is collected."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
-            yield _values(leaf)
+            yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _leaves([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
+            yield from _leaves([getattr(leaf, one.name) for one in dataclasses.fields(leaf)], seen)
         elif isinstance(leaf, dict):
-            yield from _leaves(dict(leaf))
+            yield from _leaves(dict(leaf), seen)
         else:
             yield leaf
+            if (held := attributes_of(leaf)) and id(leaf) not in seen and len(seen) < MOST_OBJECTS:
+                seen[id(leaf)] = leaf
+                yield from (
+                    one for one in _leaves(held, seen) if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
+                )
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from strategies.compile_errors import origin_of
@@ -89,6 +90,9 @@ _CLOSED: tuple[type, ...] = (
 )
 """Objects whose insides nobody can put back, or not without harm to another thread."""
 
+_OF_DYNAMO = "_dynamo_"
+_OF_THREADS = (threading.Thread, type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
+
 PutBack = Callable[[], Any]
 Changed = tuple[Any, list[str], Callable[[], Any] | None]
 """An object (None: the globals of the user's functions), the names of those of its attributes that change, and how
@@ -118,17 +122,21 @@ class Large:
 class RegionState:
     """Taken when it is made: buffers, training flags, attributes of ``module`` and its submodules, what its hooks and
     methods hold outside of it, and the random state of the process. ``arguments`` are those of the call: objects
-    among them are put back as well, their tensors not. ``changed``: what else is put back, and to which ``remember``
-    adds."""
+    among them are put back as well, and tensors that only they hold; of all others each run is given copies.
+    ``changed``: what else is put back, and to which ``remember`` adds."""
 
     def __init__(self, module: nn.Module, arguments: Any = (), changed: list[Changed] | None = None) -> None:
         self._found: dict[int, Any] = {}
         self._too_large: dict[int, Any] = {}
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._versions: list[tuple[Tensor, int]] = []
+        """Of tensors that are put back: what an earlier call of the step has saved for its backward has to find them
+        unchanged."""
         self._put_back: list[PutBack] = []
         self._watched: list[Held] = []
         self._restored: set[int] = set()
         self._bound: set[tuple[int, str]] = set()
+        self._given = {id(one) for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor)}
         self.cannot_restore: list[str] = []
         """What a forward may use up and nobody can put back, in words."""
         self.may_change: list[str] = []
@@ -143,7 +151,13 @@ class RegionState:
         self._weights: list[tuple[Tensor, Tensor, Tensor]] = []
         with contextlib.suppress(torch.OutOfMemoryError):  # few forwards write to weights
             self._weights = [(one, one.data, one.detach().clone()) for one in module.parameters() if not is_lazy(one)]
+        self._versions += [(one, one._version) for one, *_ in self._weights if not one.is_inference()]
         self._keep(module, "self")
+        for tensor in itertools.chain(module.parameters(), buffers):
+            self._put_back.append(_marks_restorer(tensor))
+            for name, one in vars(tensor).items():
+                if not name.startswith(_OF_DYNAMO):
+                    self._keep(one, f"a tensor's {name}")
         scripts = [one for one in modules if isinstance(one, torch.jit.ScriptModule)]  # tensors lie in C++
         self._keep([buffer for script in scripts for buffer in script.buffers(recurse=False)], "TorchScript")
         hooked = [getattr(part, name) for part in modules for name in _HOOKS]
@@ -158,7 +172,9 @@ class RegionState:
                     del self._watched[watched:]
         self._of_arguments = True
         self._keep([one for hook in hooks.values() for one in _used_by(hook)], "what a hook writes to")
+        known = set(self._found)
         self._keep(arguments, "an argument")
+        self._holders = [one for key, one in self._found.items() if key not in known and _holds_tensors(one)]
         self._of_arguments = False
         for value, names, find in changed or []:
             if find is not None:
@@ -185,7 +201,23 @@ class RegionState:
                 tensor.data.copy_(kept)
             else:  # resized by the forward, as an observer of torch.ao.quantization resizes its buffers
                 tensor.data = kept.clone()
+        tensors, versions = zip(*self._versions, strict=True) if self._versions else ((), ())
+        torch._C._autograd._unsafe_set_version_counter(tensors, versions)
         set_random_state(self.random)
+
+    def lend(self, copy: Callable[[Tensor], Tensor]) -> None:
+        """Let objects among the arguments hold what ``copy`` makes of their tensors, until they are put back."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, nn.Parameter) or id(tensor) in self._too_large else copy(tensor)
+
+        for holder in self._holders:
+            held: list[tuple[Callable[..., Any], Any, Any]]
+            held = [(_set_attribute, *one) for one in _attributes(holder).items()]
+            held += [(dict.__setitem__, *one) for one in dict.items(holder)] if isinstance(holder, dict) else []
+            for put, name, one in held:
+                if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(one)):
+                    put(holder, name, pytree.tree_map_only(Tensor, copied, one))
 
     def remember(self, value: Any, names: Iterable[str], find: Callable[[], Any] | None = None) -> bool:
         """Put ``value`` back as well, of which nothing has changed yet: those of its attributes that are named, where
@@ -242,8 +274,8 @@ class RegionState:
         while waiting:  # so that a container comes back before what is put into it
             value, name = waiting.popleft()
             if isinstance(value, Tensor):
-                # Parameters are not written to in a forward; tensors among the arguments are copied for each run.
-                if id(value) in self._parameters or self._of_arguments or value.requires_grad:
+                # Parameters are not written to in a forward.
+                if id(value) in self._parameters or id(value) in self._given or value.requires_grad:
                     continue
                 if is_lazy(value):
                     self.cannot_restore.append(f"{name}, a buffer without a shape")
@@ -251,6 +283,8 @@ class RegionState:
                     id(value) in self._buffers or however_large or self._takes(value, name)
                 ):
                     self._tensors[id(value)] = value, value.detach().clone()
+                    if not value.is_inference():
+                        self._versions.append((value, value._version))
             elif _is_iterator(value):
                 self.cannot_restore.append(f"{name} ({type(value).__name__})")
             elif isinstance(value, _CLOSED):
@@ -265,7 +299,7 @@ class RegionState:
                 if put_back is not None:
                     self._put_back.append(put_back)
                     self._restored.add(id(value))
-                    if not isinstance(value, (numpy.ndarray, contextvars.ContextVar, *_RANDOM)):
+                    if _is_compared(value, of_arguments=self._of_arguments):
                         self._watched.append((value, name))
                 waiting.extend(itertools.islice(inside, max(self._objects_left, 0) + 1))
             however_large = False
@@ -370,11 +404,16 @@ def _opened(value: Any, name: str, *, of_arguments: bool) -> tuple[PutBack | Non
         return _attributes_restorer(value, own), _items(own, name)
     if isinstance(value, _NOT_LOOKED_INTO) or type(value).__module__.startswith(_FRAMEWORKS):
         return None, []
-    if isinstance(value, dict):
-        return _entries_restorer(value), _items(value, name)
-    if isinstance(value, list | deque | set | tuple):
-        put_back = None if isinstance(value, tuple) else _entries_restorer(value)
-        return put_back, ((one, name) for one in _entries(value) if _deep(one))
+    if isinstance(value, dict | list | deque | set):
+        held = (
+            _items(value, name) if isinstance(value, dict) else ((one, name) for one in _entries(value) if _deep(one))
+        )
+        if (attributes := _attributes(value)) or hasattr(value, "__dict__"):  # of a class of its own
+            both = (_entries_restorer(value), _attributes_restorer(value, attributes))
+            return lambda: [one() for one in both], itertools.chain(held, _items(attributes, name))
+        return _entries_restorer(value), held
+    if isinstance(value, tuple):
+        return None, ((one, name) for one in _entries(value) if _deep(one))
     if isinstance(value, contextvars.ContextVar):
         try:
             held = value.get()
@@ -394,15 +433,42 @@ def _opened(value: Any, name: str, *, of_arguments: bool) -> tuple[PutBack | Non
     inside: Iterable[Held] = _items(attributes, name)
     if isinstance(value, _RANDOM):
         put_back = _generator_restorer(value)
-    elif (
-        _is_users(value)
-        or isinstance(value, (ChainMap, UserDict, UserList, BaseException))
-        or (of_arguments and not type(value).__module__.startswith("torch."))
-    ):
+    elif _is_open(value, of_arguments=of_arguments):
         put_back = _attributes_restorer(value, attributes)
-    else:  # an object of a library: its generators alone
-        put_back, inside = None, [one for one in inside if isinstance(one[0], _RANDOM)]
+    else:  # an object of a library: what it holds itself, and of that arrays, tensors and generators
+        put_back = None if _is_of_threads(attributes) else _attributes_restorer(value, attributes)
+        inside = [one for one in inside if isinstance(one[0], (Tensor, numpy.ndarray, *_RANDOM))]
     return put_back, inside
+
+
+def _is_of_threads(attributes: dict[str, Any]) -> bool:
+    """Whether an object with these attributes may be changed by another thread meanwhile."""
+    return any(isinstance(one, (*_OF_THREADS, *_CLOSED)) for one in attributes.values())
+
+
+def _is_compared(value: Any, *, of_arguments: bool) -> bool:
+    """Whether what a run leaves in ``value`` is a part of what the run did: a library's objects may hold clocks."""
+    if isinstance(value, (numpy.ndarray, contextvars.ContextVar, *_RANDOM)):
+        return False
+    kinds = (*_CONTAINERS, *_BYTES, nn.Module)
+    return isinstance(value, kinds) or _is_open(value, of_arguments=of_arguments)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether it is an object that a call is given, or a dictionary of a class of its own, and not looked into as
+    other dictionaries are."""
+    if isinstance(value, dict):
+        return bool(pytree.tree_is_leaf(value))
+    closed = (*_CONTAINERS, *_BYTES, *_NOT_LOOKED_INTO, tuple, nn.Module, contextvars.ContextVar)
+    functions = (partial, types.MethodType, types.FunctionType)
+    foreign = type(value).__module__.startswith(_FRAMEWORKS)
+    return not isinstance(value, (*closed, *functions)) and not foreign and _is_open(value, of_arguments=True)
+
+
+def _is_open(value: Any, *, of_arguments: bool) -> bool:
+    """Whether an object is put back with all that it holds: one of the user's, or one that a call is given."""
+    own = _is_users(value) or isinstance(value, (ChainMap, UserDict, UserList, BaseException))
+    return own or (of_arguments and not type(value).__module__.startswith("torch."))
 
 
 def _entries(container: Any) -> tuple[Any, ...]:
@@ -553,12 +619,26 @@ def _few_entries(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((f"key {place}", one) for place, one in keys if isinstance(one, exact))
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds that a forward returns; nothing, where it holds more than results."""
+    closed = isinstance(value, (*_PLAIN, *_NOT_LOOKED_INTO, nn.Module))
+    return {} if closed or type(value).__module__.startswith(_FRAMEWORKS) else _attributes(value)
+
+
 def _attributes(value: Any) -> dict[str, Any]:
     slots: Iterable[str] = itertools.chain.from_iterable(
         (own,) if isinstance(own := vars(base).get("__slots__", ()), str) else own for base in type(value).__mro__
     )
     found = {slot: getattr(value, slot) for slot in slots if not slot.startswith("__") and hasattr(value, slot)}
     return {**found, **getattr(value, "__dict__", {})}
+
+
+def _set_attribute(holder: Any, name: str, value: Any) -> None:
+    """Not by methods that a class may have replaced."""
+    if name in getattr(holder, "__dict__", ()):
+        vars(holder)[name] = value
+    else:
+        object.__setattr__(holder, name, value)
 
 
 def _name_restorer(owner: Any, name: str) -> PutBack:
@@ -604,6 +684,21 @@ def entries_of(container: Any) -> Any:
     if isinstance(container, Mapping):
         return (*container.keys(), *container.values())
     return frozenset(_entries(container)) if isinstance(container, set) else _entries(container)
+
+
+def _marks_restorer(tensor: Tensor) -> PutBack:
+    """Attributes that a tensor was given, but for the compiler's."""
+    before = dict(vars(tensor))
+
+    def put_back() -> None:
+        now = vars(tensor)
+        for name in [one for one in now if one not in before and not one.startswith(_OF_DYNAMO)]:
+            del now[name]
+        for name, kept in before.items():
+            if now.get(name, _deep) is not kept and not name.startswith(_OF_DYNAMO):
+                now[name] = kept
+
+    return put_back
 
 
 def _entries_restorer(value: Any) -> PutBack:

@@ -24,6 +24,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process a core, each with threads f
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 STAND_IN = ROOT / "tests" / "stand_in"
+STARTED = str(ROOT / "trainer" / "__main__.py")
+"""What advice takes this process for: in a script's own words, the golden files would say ``crucible train``."""
 
 
 SLOW_FILES = frozenset((ROOT / "tests" / "slow.txt").read_text().split())
@@ -38,6 +40,13 @@ GROUPS = {
     if (group := re.search(r'xdist_group\("(\w+)"\)', file.read_text()))
 }
 """The group of test files that run on one worker, by name."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def started_as_the_command() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [STARTED, *sys.argv[1:]])
+        yield
 
 
 def name_of(item: pytest.Item) -> str:
@@ -165,7 +174,7 @@ def command_line(edge: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
     from trainer.cli import main
 
     def call(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["trainer", *arguments])
+        monkeypatch.setattr(sys, "argv", [STARTED, *arguments])
         with pytest.raises(SystemExit) as stopped:
             main()
         return int(stopped.value.code or 0)

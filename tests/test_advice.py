@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import crucible
 import lightning as L
 import pytest
 import torch
@@ -14,7 +16,7 @@ from strategies import STRATEGIES, CudaGraph, Regional
 from tests.report.scenarios import FASTER, NOISY, SLOWER
 from tests.report.scenarios import run as record
 from tests.trainer.lightning_modules import quiet_trainer
-from trainer.advice import in_python, program, strategies_in_python
+from trainer.advice import PACKAGES, in_python, program, strategies_in_python
 from trainer.callback import Compile
 from trainer.report.run_verdict import verdict_lines
 from trainer.sweep.plan import again
@@ -42,8 +44,9 @@ class Lines(L.LightningModule):
     [
         ("/opt/mine/bin/crucible", "crucible train", "crucible explain"),
         ("/opt/crucible/__main__.py", "python -m crucible train", "python -m crucible explain"),
-        ("/opt/trainer/__main__.py", "python -m trainer", "python -m scripts.explain"),
-        ("mine.py", "python -m trainer", "python -m scripts.explain"),
+        (str(PACKAGES / "trainer" / "__main__.py"), "python -m trainer", "python -m scripts.explain"),
+        (str(PACKAGES / "scripts" / "report.py"), "python -m trainer", "python -m scripts.explain"),
+        ("/home/me/scripts/mine.py", "crucible train", "crucible explain"),
     ],
 )
 def test_advice_has_the_command_that_was_typed(
@@ -118,6 +121,27 @@ def test_the_verdict_names_what_the_script_calls_and_nothing_that_needs_lightnin
     for one in (record(NOISY, script="mine.py", entry=entry), record(FASTER, graph_breaks=1, script="a", entry=entry)):
         assert "crucible.compare(" not in (lines := "\n".join(verdict_lines(one)))
         assert "explain_module" not in lines
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: Compile([], stpes=1), "Compile() has no argument 'stpes'"),
+        (lambda: Compile(Regional(), CudaGraph()), "Compile() takes one list of strategies, "),
+        (lambda: Compile([], on_slow="eager"), "Compile() has no argument 'on_slow'; near: on_slower"),
+        (
+            lambda: crucible.compile(Lines(), [], planned_step=9),
+            "crucible.compile() has no argument 'planned_step'; near: planned_steps",
+        ),
+        (
+            lambda: crucible.compile_trainer(None, party="off"),
+            "compile_trainer() has no argument 'party'; near: parity, parts",
+        ),
+    ],
+)
+def test_a_wrong_call_is_named_as_what_was_called(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(says)}"):
+        call()
 
 
 def test_what_a_script_is_refused_with_speaks_python(tmp_path: Path) -> None:

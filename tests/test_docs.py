@@ -23,6 +23,7 @@ from trainer.report.published import (
     RATIO,
     RECORDS,
     SAME,
+    STEP,
     SUMMARY,
     WARM,
     PublishedRow,
@@ -56,8 +57,9 @@ def test_the_site_builds_strictly_lists_every_public_name_and_loads_nothing_from
     }
     assert public - set(re.findall(r'id="([\w.]+)"', (tmp_path / "api.html").read_text(encoding="utf-8"))) == set()
     loads = re.compile(r"""<(?:script|link|img|iframe)[^>]*(?:src|href)=["']?(?:https?:)?//[^>]*>""")
-    pages = {page.name: loads.findall(page.read_text(encoding="utf-8")) for page in tmp_path.rglob("*.html")}
-    assert {name: found for name, found in pages.items() if found} == {}
+    pages = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+    assert {name: found for name, text in pages.items() if (found := loads.findall(text))} == {}
+    assert {name for name, text in pages.items() if "```" in text} == set(), "a block of code is shown as text"
     assert list(tmp_path.glob("search/*")), "the search has an index"
 
 
@@ -180,7 +182,7 @@ def test_the_table_of_the_readme_is_that_of_its_records() -> None:
 def test_what_the_readme_says_beside_its_table_is_in_the_records() -> None:
     rows = published("h100-captioning")
     eager, captured = (rows[arm].figures["device ms a step"] for arm in ("eager", "regional+cuda_graph"))
-    assert f"[{figure_text(rows['regional+cuda_graph'], RATIO).split()[0]}](docs/results/h100-records.md#" in README
+    assert f"[{figure_text(rows['regional+cuda_graph'], RATIO).split()[0]}](docs/results/tasks.md#" in README
     assert f"times as fast, and {median(eager) / median(captured):.2f} in the GPU's own time alone" in README
     rows = published("h100-gpt2")
     by_hand, ours = (figure_text(rows[arm], RATIO).split()[0] for arm in ("peer loop_compile", "regional"))
@@ -189,6 +191,25 @@ def test_what_the_readme_says_beside_its_table_is_in_the_records() -> None:
     for line in summed[2].splitlines():
         row = published_rows()[line.partition(" ")[0]]
         assert median(row.figures[WARM]) < median(row.figures[COLD]) / 2
+
+
+def test_what_pages_of_results_say_in_sentences_is_in_the_records() -> None:
+    for page, name, arm, figure in (
+        ("README", "cpu-micro", "regional", RATIO),
+        ("README", "cpu-micro", "whole", RATIO),
+        ("tasks", "h100-captioning", "regional+cuda_graph", RATIO),
+        ("tasks", "h100-captioning", "whole+cuda_graph", RATIO),
+        ("tasks", "h200-captioning-2000", "regional+cuda_graph", STEP),
+        ("tasks", "h100-resnet50", "regional+cuda_graph", RATIO),
+        ("tasks", "h200-forces-small", "cuda_graph", RATIO),
+        ("tasks", "h200-forces-small", "second_order+cuda_graph", RATIO),
+        ("h200-peers", "h100-gpt2", "regional", RATIO),
+        ("h200-peers", "h200-gpt2-ddp-peers", "regional", STEP),
+        ("h200-peers", "h200-captioning-loop-clipped", "whole+cuda_graph", STEP),
+    ):
+        said = figure_text(published(name)[arm], figure).split(" (")[: None if figure == RATIO else 1]
+        text = (RECORDS.parent / f"{page}.md").read_text(encoding="utf-8")
+        assert all(one.rstrip(")") in text for one in said), (page, name, arm, said)
 
 
 def test_what_the_page_on_several_gpus_quotes_is_in_its_records() -> None:
@@ -210,3 +231,21 @@ def test_what_the_page_on_several_gpus_quotes_is_in_its_records() -> None:
     for name in ("one", "four"):
         for run in find([RECORDS / f"h200-captioning-ragged-{name}-gpu{'s' * (name == 'four')}.jsonl"]):
             assert f"{run.record.useful_tokens_per_second:,.0f}" in text
+
+
+def test_what_auto_takes_beside_the_fastest_fixed_arm_is_in_the_records() -> None:
+    page = (ROOT / "docs/results/h200-models.md").read_text(encoding="utf-8")
+    for host, tasks in (
+        ("h200-auto-models", ("image_classification", "efficientnet", "convnext", "swin")),
+        ("h200-auto-second-models", ("language_modelling", "vit")),
+        ("h200-auto-third-models", ("bert", "llama", "gemma3", "unet")),
+    ):
+        ratios = []
+        for task in tasks:
+            steps = {
+                one.record.label: one.record.steady_step_seconds_mean
+                for one in find([RECORDS / f"{host}.jsonl"])
+                if one.record.task == task
+            }
+            ratios.append(steps["auto"] / min(step for arm, step in steps.items() if arm != "auto"))
+        assert f"| {', '.join(f'{one:.3f}' for one in ratios)} |" in page

@@ -7,14 +7,18 @@ errors and verdicts, which are written with the options of the command line.
 from __future__ import annotations
 
 import contextlib
+import difflib
+import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 CONSOLE_SCRIPT = "crucible"
+PACKAGES = Path(__file__).parents[1]
 PLAIN = {"true": "True", "false": "False", "null": "None"}
 OF_COMPILE = re.compile(r"\b(parity|profile|on_compile_error|on_slower|on_difference)=(\w+)")
 """Options of a run that are arguments of ``Compile``."""
@@ -22,15 +26,27 @@ VALUE = r"\[[^\]]*\]|'[^']*'|\"[^\"]*\"|[\w.+-]*\w"
 
 
 def program(module: str = "trainer") -> list[str]:
-    """Words that start ``module`` (``trainer``, ``scripts.explain``) as this process was started: by the console script
-    ``crucible``, by ``python -m crucible``, else by its own name."""
+    """Words that start ``module`` (``trainer``, ``scripts.explain``) as this process was started: by ``python -m`` and
+    its own name, by ``python -m crucible``, else by the console script ``crucible``, where it is installed."""
     started = Path(sys.argv[0])
     name = "train" if module == "trainer" else module.removeprefix("scripts.")
-    if started.name == CONSOLE_SCRIPT:
-        return [CONSOLE_SCRIPT, name]
     if started.parts[-2:] == (CONSOLE_SCRIPT, "__main__.py"):
         return ["python", "-m", CONSOLE_SCRIPT, name]
+    ours = any(started.is_relative_to(PACKAGES / one) for one in ("trainer", "scripts"))
+    if started.name == CONSOLE_SCRIPT or not (ours or importlib.util.find_spec(CONSOLE_SCRIPT) is None):
+        return [CONSOLE_SCRIPT, name]
     return ["python", "-m", module]
+
+
+def refuse_unknown(called: str, given: Iterable[str], *functions: Callable[..., Any]) -> None:
+    """Raise TypeError, as Python would, where ``called`` was given an argument by a name that none of ``functions``
+    has: here it names what the user called, and what is near."""
+    parameters = (one for function in functions for one in inspect.signature(function).parameters.values())
+    known = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=3)
+            raise TypeError(f"{called}() has no argument {name!r}{'; near: ' * bool(near)}{', '.join(near)}")
 
 
 BEFORE_STRATEGIES = {"compile_trainer": "trainer, ", "crucible.compile": "model, optimizer, "}

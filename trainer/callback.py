@@ -21,13 +21,14 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.nn.parameter import is_lazy
 
 from strategies.base import label
+from strategies.loop_protocol import group_timeout
 from trainer.advice import speaking_python
 from trainer.guards import CompiledNothing, CompileFailed, ParityError
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.lightning import LightningLoop
 from trainer.loops.lightning_internals import leave_groups, lightning_classes, replaced, sigterm_kept
 from trainer.loops.rank_failures import Deadline, Failures
-from trainer.loops.ranks import EpochEnds, SigtermAgreement, code_of, compare_facts, epoch_ends, group_timeout
+from trainer.loops.ranks import EpochEnds, SigtermAgreement, code_of, compare_facts, epoch_ends
 from trainer.telemetry.record import TrainingInfo
 from trainer.wording import flatten
 

@@ -1,6 +1,6 @@
 """Config: registers the dataclasses as Hydra's schemas, and turns a composed configuration into them.
 
-Hydra and OmegaConf are known here and in the other modules of the edge, which CONTRIBUTING.md lists.
+Hydra and OmegaConf are known here and in the other modules of the edge, which a contract in pyproject.toml lists.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ class ProgressView:
         return " · ".join(part for part in (figures_line(telemetry), seconds_left(self._left.training)) if part)
 
     def _plain(self) -> None:
-        since, about = time.monotonic() - PLAIN_SECONDS, ""
+        began = time.monotonic()
+        since, about = began - PLAIN_SECONDS, ""
         while not self._over.wait(REFRESH_SECONDS):
             telemetry = self._telemetry()
             self._left.look(telemetry, self._total)
@@ -123,7 +124,8 @@ class ProgressView:
                 doing = activity(telemetry, self._left.compiling)
                 line = f"compile: {doing}"
                 if self._total is not None:
-                    line = f"{doing}: {self._done(telemetry)} {self._figures(telemetry)}".rstrip()
+                    figures = [f"{self._done(telemetry)} after {now - began:,.0f} s", self._figures(telemetry)]
+                    line = f"{doing}: {' · '.join(filter(None, figures))}"
                 self._print_line(line)
                 sys.stdout.flush()  # a progress bar's print leaves a log file without its lines until the end
 

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Files of the repository's root that are pages of the site."""
 LINK = re.compile(r"(\]\()([^)\s:#]+)(#[^)]*)?\)")
+NAMED = re.compile(r"^```(\w+) (\S+)$", re.MULTILINE)
+"""The first line of a block of code with the file that it is, which Markdown of Python reads as no block."""
 API = """# Python API
 
 What `from crucible import ...` gives. Each name is imported when it is first used.
@@ -34,6 +36,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    markdown = NAMED.sub(r'```\1 title="\2"', markdown)
     up = "../" * page.file.src_uri.count("/")
     for name, target in PAGES.items():
         markdown = markdown.replace(f"]({up}../{name}", f"]({up}{target}")

@@ -240,6 +240,13 @@ def torch_modes() -> tuple[Any, ...]:
     )
 
 
+def backward_hooks(module: nn.Module) -> Iterator[str]:
+    """Hooks that run on the host in a backward, in words."""
+    for path, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            yield f"a backward hook on {path or 'the module'} runs on the host"
+
+
 def environment() -> tuple[int]:
     """Another one once the process's environment has changed."""
     return (hash(frozenset(os.environ._data.items())),)  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import CannotCapture, first_line, is_out_of_memory
 from strategies.cuda_graph.host_recorder import HostRecorder
-from strategies.cuda_graph.host_state import EQUAL, HostState
+from strategies.cuda_graph.host_state import EQUAL, HostState, backward_hooks
 from strategies.cuda_graph.step_graphs import (
     MAX_CHANGES,
     MAX_DEFERRED,
@@ -191,6 +191,8 @@ class Network(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of = self.of
+        if (other := self.other_module_called()) is not None:
+            return other._call_impl(*args, **kwargs)
         if self.is_called_beside_a_step:
             return self._run_without_graph(args, kwargs)
         if of.inside or not of.in_force or self.reason is not None or is_looked_at(args):
@@ -930,10 +932,3 @@ def _output(value: Any, inputs: Sequence[Tensor]) -> Any:
     if value.layout is not torch.strided or type(value) is not Tensor:
         raise CannotCapture(f"it returns {type(value).__name__} of layout {value.layout}")
     return value
-
-
-def backward_hooks(module: nn.Module) -> Iterator[str]:
-    """Hooks that run on the host in a backward, in words."""
-    for path, part in module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
-            yield f"a backward hook on {path or 'the module'} runs on the host"

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from strategies.compile_errors import is_out_of_memory
 from strategies.device_memory import free_bytes
-from strategies.tolerance import MULTIPLES, SINGLE, UNCALIBRATED, Difference, compare, exceeding
+from strategies.tolerance import MULTIPLES, SINGLE, UNCALIBRATED, Difference, compare, differing, exceeding
 
 Left = Mapping[str, Mapping[str, Tensor]]
 """Tensors by kind (``loss``, ``weight``, ...) and name."""
@@ -234,11 +234,11 @@ class StepRecorder:
             seen = again()
             # What one of the two lacks: gradients that lie in memory which graphs use for other things, too.
             both = [key for key in expected if key in seen]
-            if equal([(expected[key], seen[key]) for key in both]):
+            if not any(unequal([(expected[key], seen[key]) for key in both])):
                 return []
             first = {key: _kept(seen[key], record.on_host) for key in both}
             second = again()
-            if equal([(first[key], second[key]) for key in both]):
+            if not any(unequal([(first[key], second[key]) for key in both])):
                 return self._compare(both, expected, first, None, starts)
             found = self._compare(both, first, expected, second, starts)
             for _ in range(FURTHER_REPLAYS):
@@ -290,10 +290,10 @@ def _without_noise(
     of an attention's keys) moves a weight as far as any other does, and by as much more or less, relative, as it
     differs itself. That mean gradient is compared as it is."""
     found: dict[tuple[str, str], Tensor] = {}
-    for key in expected:
-        kind, name = key
-        mean = "optimizer", f"{name}.exp_avg"
-        if kind != "weight" or not (mean in expected and mean in seen and key in seen and key in starts):
+    weights = [key for key in expected if key[0] == "weight" and key in seen and key in starts]
+    for key, differs in zip(weights, unequal([(expected[key], seen[key]) for key in weights]), strict=True):
+        mean = "optimizer", f"{key[1]}.exp_avg"
+        if not differs or mean not in expected or mean not in seen:
             continue
         weight = local_shard(expected[key]).detach()
         one, other, moved, start = (
@@ -312,17 +312,12 @@ def _kept(tensor: Tensor, on_host: bool) -> Tensor:
     return tensor.to("cpu", copy=True) if on_host else tensor.clone()
 
 
-def equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the tensors of each pair have the same numbers; NaN is equal to NaN. Reads the device once."""
-    flags: list[Tensor] = []
-    for one, other in pairs:
-        one, other = local_shard(one).detach(), local_shard(other).detach()
-        if one.shape != other.shape:
-            return False
-        other = other.to(one.device)
-        flags.append(((one == other) | ((one != one) & (other != other))).all())
-    by_device = [torch.stack([one for one in flags if one.device == where]) for where in {one.device for one in flags}]
-    return all(bool(each.all()) for each in by_device)
+def unequal(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Of each pair, whether the numbers differ; NaN is equal to NaN."""
+    local = [(local_shard(one), local_shard(other)) for one, other in pairs]
+    alike = [one.shape == other.shape for one, other in local]
+    differs = iter(differing([pair for pair, fits in zip(local, alike, strict=True) if fits]))
+    return [not fits or next(differs) for fits in alike]
 
 
 def tensors_of(results: Any) -> Left:

@@ -23,8 +23,7 @@ from strategies.base import Program, eager
 from strategies.compile_errors import CannotCapture, root_of
 from strategies.cuda_graph.batch_index import IndexWatch
 from strategies.cuda_graph.host_recorder import HostRecorder
-from strategies.cuda_graph.host_state import HostState, Value, named
-from strategies.cuda_graph.network import backward_hooks
+from strategies.cuda_graph.host_state import HostState, Value, backward_hooks, named
 from strategies.cuda_graph.recorded_step import Left, StepRecorder, tensors_of
 from strategies.cuda_graph.step_graphs import (
     Audit,

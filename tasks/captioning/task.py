@@ -164,7 +164,7 @@ class Captioning(TrainedTask):
     accuracy: ClassVar[str] = "val/token_accuracy"
     inputs: ClassVar[tuple[str, ...]] = ("images", "tokens")
     blocks: ClassVar[tuple[str, ...]] = ("net.encoder.blocks", "net.decoder.blocks")
-    # Not decoder.embed: 0.2% of a step for 1.5 s of compiling, measured on an H200 (docs/log.md, 2026-11-21).
+    # Not decoder.embed: 0.2% of a step for 1.5 s of compiling, measured on an H200 (2026-11-21).
     parts: ClassVar[tuple[str, ...]] = ("net.encoder.embed", "net.tail")
 
     size: CaptionerSize = field(default_factory=CaptionerSize)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.catch_rate.case import AOT, Block, case
 from tests.promises.training import WIDTH
 
+LATER: dict[str, Any] = {"begins": 5, "steps": 12}
+ON: dict[str, Any] = {"backend": "inductor"}
+PARTITIONED: dict[str, Any] = {"backend": "aot_eager_decomp_partition"}
+
 
 @case("a view of an input that aliases another, after a write", "loss", AOT, 198095, reported="2.14, open")
 class AliasedView(Block):
@@ -20,22 +24,13 @@ class AliasedView(Block):
         base.mul_(2)
         return torch.tanh(self.linear(x)), part[0]
 
-    @classmethod
-    def called(cls, block: Any, x: Tensor) -> Tensor:
+    def called(self, x: Tensor) -> Tensor:
         base = x.detach().clone()
-        h, first = block(x, base, base[1:])
+        h, first = self(x, base, base[1:])
         return x + h * first
 
 
-@case(
-    "a write to an input that aliases another from some step on",
-    "loss",
-    AOT,
-    139789,
-    reported="2.5, open",
-    begins=5,
-    steps=12,
-)
+@case("a write to an input that aliases another from some step on", "loss", AOT, 139789, reported="2.5, open", **LATER)
 class AliasLater(Block):
     step = 0
 
@@ -43,59 +38,43 @@ class AliasLater(Block):
         left.mul_(2)
         return torch.tanh(self.linear(x)) * (left + right)
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
+    def before_step(self, step: int) -> None:
         AliasLater.step = step
 
-    @classmethod
-    def called(cls, block: Any, x: Tensor) -> Tensor:
+    def called(self, x: Tensor) -> Tensor:
         numbers = torch.linspace(0.1, 1.0, WIDTH + 4)
         left, right = numbers[:WIDTH], numbers[4:]
-        if cls.step < 5:
+        if AliasLater.step < 5:
             left, right = left.clone(), right.clone()
-        return x + block(x, left, right)
+        return x + self(x, left, right)
 
 
-@case(
-    "a detached result that shares its tensor with another",
-    "gradient",
-    AOT,
-    195664,
-    reported="to 2.14",
-    backend="inductor",
-)
+@case("a detached result that shares its tensor with another", "gradient", AOT, 195664, reported="to 2.14", **ON)
 class DetachedTwin(Block):
     def forward(self, x: Tensor) -> Any:
         h = x + torch.tanh(self.linear(x))
         return h * 1.0, h.detach()
 
-    @classmethod
-    def called(cls, block: Any, x: Tensor) -> Tensor:
-        h, still = block(x)
+    def called(self, x: Tensor) -> Tensor:
+        h, still = self(x)
         return h + 0.5 * still
 
 
-@case(
-    "parts of a result, and the whole of it detached", "gradient", AOT, 195664, reported="to 2.14", backend="inductor"
-)
+@case("parts of a result, and the whole of it detached", "gradient", AOT, 195664, reported="to 2.14", **ON)
 class DetachedBase(Block):
     def forward(self, x: Tensor) -> Any:
         h = x + torch.tanh(self.linear(x))
         return h[0:4], h[4:8], h.detach()
 
-    @classmethod
-    def called(cls, block: Any, x: Tensor) -> Tensor:
-        first, second, still = block(x)
+    def called(self, x: Tensor) -> Tensor:
+        first, second, still = self(x)
         return torch.cat([first, second]) + 0.5 * still
 
 
 class _Masked(Block):
     """Dropout on a parameter: where the result is zero, so is the parameter's gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(8, WIDTH))
-        self.unlike = 0.0
+    holds: ClassVar = {"gain": lambda: nn.Parameter(torch.ones(8, WIDTH)), "unlike": lambda: 0.0}
 
     def drop(self, gain: Tensor) -> Tensor:
         return functional.dropout(torch.cos(gain).cos(), 0.5)
@@ -103,21 +82,17 @@ class _Masked(Block):
     def forward(self, x: Tensor) -> Any:
         return x + 0.1 * self.drop(self.gain) * torch.tanh(self.linear(x))
 
-    @classmethod
-    def called(cls, block: Any, x: Tensor) -> Tensor:
-        out = block(x)
-        block.kept = (out - x).detach() != 0
+    def called(self, x: Tensor) -> Tensor:
+        out = self(x)
+        self.kept = (out - x).detach() != 0
         return out
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        for one in module.net.blocks:
-            if one.gain.grad is not None:
-                one.unlike += float(((one.gain.grad != 0) != one.kept).float().mean())
+    def before_step(self, step: int) -> None:
+        if self.gain.grad is not None:
+            self.unlike += float(((self.gain.grad != 0) != self.kept).float().mean())
 
-    @classmethod
-    def observed(cls, module: Any) -> list[float]:
-        return [float(one.unlike > 0.1) for one in module.net.blocks]
+    def observed(self) -> list[float]:
+        return [float(self.unlike > 0.1)]
 
 
 @case(
@@ -127,12 +102,11 @@ class _Masked(Block):
     190758,
     190717,
     reported="2.13, open",
-    backend="aot_eager_decomp_partition",
     own_numbers=True,
+    **PARTITIONED,
 )
 class Budget(_Masked):
-    @classmethod
-    def prepare(cls, module: Any) -> None:
+    def prepare(self) -> None:
         functorch_config.activation_memory_budget = 0.0
 
 
@@ -142,8 +116,8 @@ class Budget(_Masked):
     AOT,
     198333,
     reported="2.13, open (CUDA)",
-    backend="inductor",
     own_numbers=True,
+    **ON,
 )
 class Recomputed(_Masked):
     def forward(self, x: Tensor) -> Any:
@@ -171,9 +145,8 @@ class ByAnother(Block):
         z = torch.tanh(self.linear(x))
         return z * z, z
 
-    @classmethod
-    def called(cls, block: Any, x: Tensor) -> Tensor:
-        out, z = block(x)
+    def called(self, x: Tensor) -> Tensor:
+        out, z = self(x)
         (slope,) = torch.autograd.grad(out.sum(), z, create_graph=True, allow_unused=True)
         return x + out + (0.1 * slope if slope is not None else 0.0)
 
@@ -203,9 +176,7 @@ class _Seen(torch.autograd.Function):
 
 @case("a buffer that a backward writes", "buffer", AOT, 155242, 127561, reported="2.7")
 class BackwardBuffer(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("largest", torch.zeros(()))
+    holds: ClassVar = {"largest": lambda: nn.Buffer(torch.zeros(()))}
 
     def mix(self, h: Tensor) -> Tensor:
         return _Seen.apply(h, self.largest)
@@ -218,10 +189,9 @@ class StridedView(Block):
         x.mul_(0.5)
         return h
 
-    @classmethod
-    def called(cls, block: Any, x: Tensor) -> Tensor:
+    def called(self, x: Tensor) -> Tensor:
         base = x * 1.0
-        return block(base[:, ::2]) + base
+        return self(base[:, ::2]) + base
 
 
 @case("a write through an alias under no_grad", "gradient", AOT, 122436, 95167, reported="2.3")
@@ -233,26 +203,22 @@ class HiddenWrite(Block):
 
 
 @case("the same operation with and without gradients", "gradient", AOT, 114338, reported="2.2")
-class TwiceComputed(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        with torch.no_grad():
-            still = torch.sin(h)
-        return torch.sin(h) * still
+def twice_computed(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        still = torch.sin(h)
+    return torch.sin(h) * still
 
 
 @case("an embedding that is scaled down in its forward", "buffer", AOT, 95167, reported="2.0")
 class MaxNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, WIDTH, max_norm=0.5)
+    holds: ClassVar = {"table": lambda: nn.Embedding(8, WIDTH, max_norm=0.5)}
 
     def mix(self, h: Tensor) -> Tensor:
         return h + self.table(torch.arange(len(h)) % 8)
 
 
 @case("a write to a diagonal", "loss", AOT, 104463, reported="2.1")
-class DiagonalWritten(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        h = h * 1.0
-        h.diagonal().mul_(2.0)
-        return h
+def diagonal_written(h: Tensor) -> Tensor:
+    h = h * 1.0
+    h.diagonal().mul_(2.0)
+    return h

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from crucible import Regional, Strategy, Whole
@@ -23,9 +23,14 @@ COUNTED = ("loss", "gradient", "buffer")
 class Block(nn.Module):
     """A residual block; a case overrides ``mix``, and what else of the training the fault needs."""
 
+    holds: ClassVar[dict[str, Callable[[], Any]]] = {}
+    """Attributes by name, with what makes them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        for name, make in self.holds.items():
+            setattr(self, name, make())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (x,) = args
@@ -35,29 +40,28 @@ class Block(nn.Module):
         """What the fault is in. h: rows, width."""
         return h
 
-    @classmethod
-    def called(cls, block: Any, x: Tensor) -> Tensor:
-        """How the network calls a block."""
-        return block(x)
+    def called(self, x: Tensor) -> Tensor:
+        """How the network calls it."""
+        return self(x)
 
-    @classmethod
-    def prepare(cls, module: Any) -> None:
+    def prepare(self) -> None:
         """Called before the training: what of the class another training has left is put back."""
 
     @classmethod
     def earlier(cls, begins: bool) -> None:
         """Called around a training that goes before, in the place of an earlier process: see ``Case.after_another``."""
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Called before the step of that number, which begins at 1."""
 
-    @classmethod
-    def loss(cls, module: Any, batch: Any) -> Tensor:
+    def later(self) -> None:
+        """Called before the step that is the first to be wrong."""
+
+    def loss(self, module: Any, batch: Any) -> Tensor:
+        """The training's, asked of the first block."""
         return (module.net(batch) - 1).square().mean()
 
-    @classmethod
-    def observed(cls, module: Any) -> list[float]:
+    def observed(self) -> list[float]:
         """Beside losses, weights, buffers and metrics: what has to be eager's after the training."""
         return []
 
@@ -79,7 +83,6 @@ class Case:
     backend: str = "aot_eager"
     whole: bool = False
     """Whether the network is compiled as one, not block by block."""
-    blocks: int = 2
     begins: int = 1
     """The step that is the first to be wrong."""
     steps: int = 8
@@ -99,15 +102,16 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, changes: str, part: str, *issues: int, reported: str, **more: Any) -> Callable[[type[Block]], Any]:
-    """Enter a block into the table."""
+def case(name: str, changes: str, part: str, *issues: int, reported: str, **more: Any) -> Callable[[Any], Any]:
+    """Enter a block into the table, or a function as one's ``mix``."""
     assert name not in CASES, name
     assert changes in CHANGES, name
     assert part in PARTS, name
     assert issues, name
 
-    def enter(block: type[Block]) -> type[Block]:
+    def enter(made: Any) -> Any:
+        block = made if isinstance(made, type) else type(made.__name__, (Block,), {"mix": staticmethod(made)})
         CASES[name] = Case(name=name, block=block, changes=changes, part=part, issues=issues, reported=reported, **more)
-        return block
+        return made
 
     return enter

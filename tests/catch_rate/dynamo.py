@@ -36,9 +36,8 @@ class _Product(torch.autograd.Function):
 
 
 @case("one tensor twice into an autograd.Function", "gradient", DYNAMO, 183604, reported="2.11")
-class TwiceGiven(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        return _Product.apply(h, h)
+def twice_given(h: Tensor) -> Tensor:
+    return _Product.apply(h, h)
 
 
 class _InPlace(torch.autograd.Function):
@@ -57,9 +56,7 @@ class _InPlace(torch.autograd.Function):
 
 @case("an autograd.Function that writes to its result in place", "gradient", DYNAMO, 180642, 184113, reported="2.11")
 class WrittenInPlace(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(WIDTH) * 0.5)
+    holds: ClassVar = {"weight": lambda: nn.Parameter(torch.eye(WIDTH) * 0.5)}
 
     def mix(self, h: Tensor) -> Tensor:
         return _InPlace.apply(h, self.weight)
@@ -82,10 +79,9 @@ class _Straight(torch.autograd.Function):
 
 
 @case("torch.func.grad of a custom backward", "loss", DYNAMO, 193279, reported="to 2.14")
-class FuncGrad(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda one: _Straight.apply(one).sum())(h.detach())
-        return h * slope
+def func_grad(h: Tensor) -> Tensor:
+    slope = torch.func.grad(lambda one: _Straight.apply(one).sum())(h.detach())
+    return h * slope
 
 
 class _Tangent(torch.autograd.Function):
@@ -108,10 +104,9 @@ class _Tangent(torch.autograd.Function):
 
 
 @case("torch.func.jvp of a custom jvp", "loss", DYNAMO, 192985, reported="to 2.14")
-class FuncJvp(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        at = h.detach()
-        return h * torch.func.jvp(_Tangent.apply, (at,), (torch.ones_like(at),))[1]
+def func_jvp(h: Tensor) -> Tensor:
+    at = h.detach()
+    return h * torch.func.jvp(_Tangent.apply, (at,), (torch.ones_like(at),))[1]
 
 
 # ---- what Python does ------------------------------------------------------------------------------------------------
@@ -125,11 +120,10 @@ class ListOfTheClass(Block):
         ListOfTheClass.penalties.append(h.square().mean())
         return h
 
-    @classmethod
-    def loss(cls, module: Any, batch: Any) -> Tensor:
-        cls.penalties.clear()
+    def loss(self, module: Any, batch: Any) -> Tensor:
+        self.penalties.clear()
         loss = super().loss(module, batch)
-        return loss + 0.5 * sum(cls.penalties, torch.zeros(()))
+        return loss + 0.5 * sum(self.penalties, torch.zeros(()))
 
 
 @case("a list that a method of a local class appends to", "other state", DYNAMO, 197896, reported="2.14, open")
@@ -146,65 +140,55 @@ class LocalClass(Block):
         Counter().count()
         return h
 
-    @classmethod
-    def prepare(cls, module: Any) -> None:
-        cls.calls.clear()
+    def prepare(self) -> None:
+        self.calls.clear()
 
-    @classmethod
-    def observed(cls, module: Any) -> list[float]:
-        return [float(len(cls.calls))]
+    def observed(self) -> list[float]:
+        return [float(len(self.calls))]
 
 
 @case("a list that grows while it is iterated over", "loss", DYNAMO, 175855, reported="2.10")
-class GrowingList(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        values = [h]
+def growing_list(h: Tensor) -> Tensor:
+    values = [h]
 
-        def grown() -> Iterator[Tensor]:
-            for one in values:
-                if len(values) < 3:
-                    values.append(one * 0.5)
-                yield one
+    def grown() -> Iterator[Tensor]:
+        for one in values:
+            if len(values) < 3:
+                values.append(one * 0.5)
+            yield one
 
-        return torch.stack(list(grown())).sum(0)
+    return torch.stack(list(grown())).sum(0)
 
 
 @case("a list that random.shuffle orders", "loss", DYNAMO, 197085, reported="2.14, open", steps=12)
-class Shuffled(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        order = list(range(WIDTH))
-        random.shuffle(order)
-        return h[:, order]
+def shuffled(h: Tensor) -> Tensor:
+    order = list(range(WIDTH))
+    random.shuffle(order)
+    return h[:, order]
 
 
 @case("what random.sample takes", "loss", DYNAMO, 197085, reported="2.14, open", steps=12)
-class Sampled(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        taken = random.sample(range(WIDTH), WIDTH // 2)
-        return h[:, taken].sum(1, keepdim=True) * 0.1
+def sampled(h: Tensor) -> Tensor:
+    taken = random.sample(range(WIDTH), WIDTH // 2)
+    return h[:, taken].sum(1, keepdim=True) * 0.1
 
 
 @case("a random.Random of the module's own", "loss", DYNAMO, 145445, 196437, reported="2.6, open", steps=12)
 class OwnRandom(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.random = random.Random(0)
+    holds: ClassVar = {"random": lambda: random.Random(0)}
 
     def mix(self, h: Tensor) -> Tensor:
         return h * self.random.random()
 
 
 @case("numbers of numpy.random", "random numbers", DYNAMO, 116746, reported="2.2, open", steps=12)
-class NumpyRandom(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        return h * torch.from_numpy(np.random.uniform(0.0, 1.0, WIDTH)).float()
+def numpy_random(h: Tensor) -> Tensor:
+    return h * torch.from_numpy(np.random.uniform(0.0, 1.0, WIDTH)).float()
 
 
 @case("a forward that is replaced within the forward", "loss", DYNAMO, 167400, reported="2.9")
 class PatchedWithin(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.act: nn.Module = nn.Tanh()
+    holds: ClassVar = {"act": lambda: nn.Tanh()}
 
     def mix(self, h: Tensor) -> Tensor:
         self.act.forward = lambda one: one * h
@@ -213,46 +197,40 @@ class PatchedWithin(Block):
 
 @case("move_to_end of an OrderedDict", "other state", DYNAMO, 198189, reported="2.14, open")
 class Recent(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recent = OrderedDict(a=1, b=2, c=3)
+    holds: ClassVar = {"recent": lambda: OrderedDict(a=1, b=2, c=3)}
 
     def mix(self, h: Tensor) -> Tensor:
         self.recent.move_to_end(next(iter(self.recent)))
         return h
 
-    @classmethod
-    def observed(cls, module: Any) -> list[float]:
-        return [float(list(one.recent).index("a")) for one in module.net.blocks]
+    def observed(self) -> list[float]:
+        return [float(list(self.recent).index("a"))]
 
 
 @case("requires_grad after detach_()", "gradient", DYNAMO, 176854, reported="2.10")
-class Detached(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        y = h * 0.5
-        y.detach_()
-        return h + y if y.requires_grad else h * h + y
+def detached(h: Tensor) -> Tensor:
+    y = h * 0.5
+    y.detach_()
+    return h + y if y.requires_grad else h * h + y
 
 
 @case("a generator's body runs before the context it is read in", "gradient", DYNAMO, 134030, reported="2.5")
-class LazyGenerator(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        def made() -> Iterator[Tensor]:
-            yield h * h
+def lazy_generator(h: Tensor) -> Tensor:
+    def made() -> Iterator[Tensor]:
+        yield h * h
 
-        values = made()
-        with torch.no_grad():
-            still = next(values)
-        return h + still
+    values = made()
+    with torch.no_grad():
+        still = next(values)
+    return h + still
 
 
 @case("a hook on a tensor within the forward", "gradient", DYNAMO, 91468, reported="2.0, open")
-class TensorHook(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        y = h * 0.5
-        z = y * y
-        y.register_hook(lambda gradient: 3 * gradient)
-        return z
+def tensor_hook(h: Tensor) -> Tensor:
+    y = h * 0.5
+    z = y * y
+    y.register_hook(lambda gradient: 3 * gradient)
+    return z
 
 
 @case("retain_grad within the forward", "loss", DYNAMO, 91468, reported="2.0, open")
@@ -263,14 +241,12 @@ class RetainedGradient(Block):
         self.kept = y
         return x + y
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        grads = [getattr(getattr(one, "kept", None), "grad", None) for one in module.net.blocks]
-        module.scale = 1.0 + sum(float(one.abs().mean()) for one in grads if one is not None)
+    def before_step(self, step: int) -> None:
+        grad = getattr(getattr(self, "kept", None), "grad", None)
+        self.size = 0.0 if grad is None else float(grad.abs().mean())
 
-    @classmethod
-    def loss(cls, module: Any, batch: Any) -> Tensor:
-        return module.scale * super().loss(module, batch)
+    def loss(self, module: Any, batch: Any) -> Tensor:
+        return (1.0 + sum(one.size for one in module.net.blocks)) * super().loss(module, batch)
 
 
 @case("hooks for saved tensors around the forward", "gradient", DYNAMO, 116221, 113263, reported="2.2")
@@ -278,8 +254,7 @@ class SavedTensors(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h * h
 
-    @classmethod
-    def loss(cls, module: Any, batch: Any) -> Tensor:
+    def loss(self, module: Any, batch: Any) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one * 1.5):
             return super().loss(module, batch)
 
@@ -295,9 +270,8 @@ class ClassAttribute(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h * ClassAttribute.Schedule.factor
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        cls.Schedule.factor = 0.5 if step < 5 else 1.5
+    def before_step(self, step: int) -> None:
+        self.Schedule.factor = 0.5 if step < 5 else 1.5
 
 
 @case("an attribute of the module's own class that changes", "loss", DYNAMO, 176851, reported="2.3 on, open", **LATER)
@@ -307,25 +281,19 @@ class OwnClassAttribute(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h * type(self).factor
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        cls.factor = 0.5 if step < 5 else 1.5
+    def before_step(self, step: int) -> None:
+        type(self).factor = 0.5 if step < 5 else 1.5
 
 
 @case("a submodule shadowed in the instance's __dict__", "loss", DYNAMO, 197859, reported="2.14, open", **LATER)
 class Shadowed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.act: nn.Module = nn.Tanh()
+    holds: ClassVar = {"act": lambda: nn.Tanh()}
 
     def mix(self, h: Tensor) -> Tensor:
         return self.act(h)
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        if step == 5:
-            for one in module.net.blocks:
-                object.__setattr__(one, "act", nn.ReLU())
+    def later(self) -> None:
+        object.__setattr__(self, "act", nn.ReLU())
 
 
 @case("a default argument of a function that changes", "loss", DYNAMO, 178365, reported="2.12", **LATER)
@@ -344,11 +312,8 @@ class DefaultArgument(Block):
     def mix(self, h: Tensor) -> Tensor:
         return self.scaled(h)
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        if step == 5:
-            for one in module.net.blocks:
-                one.scaled = cls.with_default(1.5)
+    def later(self) -> None:
+        self.scaled = self.with_default(1.5)
 
 
 def _activation(h: Tensor) -> Tensor:
@@ -360,12 +325,10 @@ class GlobalFunction(Block):
     def mix(self, h: Tensor) -> Tensor:
         return _activation(h)
 
-    @classmethod
-    def prepare(cls, module: Any) -> None:
+    def prepare(self) -> None:
         globals()["_activation"] = torch.sin
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
+    def before_step(self, step: int) -> None:
         if step == 5:
             globals()["_activation"] = torch.cos
 
@@ -374,97 +337,70 @@ class GlobalFunction(Block):
     "an attribute of the instance that changes", "loss", DYNAMO, 124357, 124717, 98928, reported="2.0 to 2.3", **LATER
 )
 class InstanceAttribute(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.adapted = False
+    holds: ClassVar = {"adapted": lambda: False}
 
     def mix(self, h: Tensor) -> Tensor:
         return h * h if self.adapted else h
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        for one in module.net.blocks:
-            one.adapted = step >= 5
+    def before_step(self, step: int) -> None:
+        self.adapted = step >= 5
 
 
 @case("a tensor of the instance that is exchanged", "loss", DYNAMO, 115774, 111785, reported="2.1", **LATER)
 class ExchangedTensor(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = torch.zeros(WIDTH)
+    holds: ClassVar = {"cache": lambda: torch.zeros(WIDTH)}
 
     def mix(self, h: Tensor) -> Tensor:
         return h + self.cache
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        if step == 5:
-            for one in module.net.blocks:
-                one.cache = torch.ones(WIDTH)
+    def later(self) -> None:
+        self.cache = torch.ones(WIDTH)
 
 
 @case("a forward hook that is added once code is compiled", "loss", DYNAMO, 117758, reported="2.2", **LATER)
 class ForwardHook(Block):
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        if step == 5:
-            for one in module.net.blocks:
-                one.linear.register_forward_hook(lambda _, given, out: out * 1.5)
+    def later(self) -> None:
+        self.linear.register_forward_hook(lambda _, given, out: out * 1.5)
 
 
 @case("a backward hook that is added once code is compiled", "gradient", DYNAMO, 115750, reported="2.2, open", **LATER)
 class BackwardHook(Block):
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        if step == 5:
-            for one in module.net.blocks:
-                one.linear.register_full_backward_hook(lambda _, given, out: tuple(each * 2 for each in given))
+    def later(self) -> None:
+        self.linear.register_full_backward_hook(lambda _, given, out: tuple(2 * one for one in given))
 
 
 @case("a backward pre-hook that is added later", "gradient", DYNAMO, 117265, reported="2.2, open", **LATER)
 class BackwardPreHook(Block):
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        if step == 5:
-            for one in module.net.blocks:
-                one.linear.register_full_backward_pre_hook(lambda _, out: tuple(each * 2 for each in out))
+    def later(self) -> None:
+        self.linear.register_full_backward_pre_hook(lambda _, out: tuple(each * 2 for each in out))
 
 
 @case("a forward of the instance that is replaced", "loss", DYNAMO, 117265, reported="2.2", **LATER)
 class ReplacedForward(Block):
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        if step == 5:
-            for one in module.net.blocks:
-                inner = type(one.linear).forward
-                one.linear.forward = types.MethodType(lambda self, x, inner=inner: inner(self, x) * 1.5, one.linear)
+    def later(self) -> None:
+        inner = type(self.linear).forward
+        self.linear.forward = types.MethodType(lambda self, x, inner=inner: inner(self, x) * 1.5, self.linear)
 
 
 @case("weights that are frozen and freed again", "gradient", DYNAMO, 139476, reported="2.5 to 2.14", steps=12, begins=4)
 class FrozenForATime(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.calls = 0
+    holds: ClassVar = {"second": lambda: nn.Linear(WIDTH, WIDTH), "calls": lambda: 0}
 
     def mix(self, h: Tensor) -> Tensor:
         self.calls += 1
         return self.second(h + self.linear.bias)
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        for one in module.net.blocks:
-            one.second.requires_grad_(step % 3 == 0)
+    def before_step(self, step: int) -> None:
+        self.second.requires_grad_(step % 3 == 0)
 
 
 @case("a nested region that reads a global", "loss", DYNAMO, 191821, reported="to 2.14", whole=True)
-class NestedRegion(Block):
-    def mix(self, h: Tensor) -> Tensor:
-        global _held
-        for factor in (0.5, 2.0):
-            _held = Held(h * factor)
-            h = _held_sine()
-        return h
+def nested_region(h: Tensor) -> Tensor:
+    global _held
+    for factor in (0.5, 2.0):
+        _held = Held(h * factor)
+        h = _held_sine()
+    return h
 
 
 @dataclass
@@ -482,18 +418,11 @@ def _held_sine() -> Tensor:
 
 @case("cross entropy's class weights that change", "loss", DYNAMO, 98928, reported="2.0", **LATER)
 class ExchangedWeights(Block):
-    weights: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weights", torch.ones(WIDTH))
+    holds: ClassVar = {"weights": lambda: nn.Buffer(torch.ones(WIDTH))}
 
     def mix(self, h: Tensor) -> Tensor:
         target = torch.arange(len(h)) % WIDTH
         return h + 0.1 * functional.cross_entropy(h, target, weight=self.weights)
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
-        if step == 5:
-            for one in module.net.blocks:
-                one.weights = torch.linspace(0.1, 2.0, WIDTH)
+    def later(self) -> None:
+        self.weights = torch.linspace(0.1, 2.0, WIDTH)

@@ -19,7 +19,6 @@ from tests.catch_rate.run import (
     HEALED,
     MISSED,
     REFUSED,
-    RESULTS,
 )
 
 Row = dict[str, Any]
@@ -31,7 +30,7 @@ WHY = {
     "masks of dropout alike in fours": "each place is dropped as often as in eager; where masks are not eager's, means "
     "are compared, and not how places go together",
     "results that the next call overwrites": "a check looks at one call at a time, and results are right until the "
-    "next call; captured steps are held against steps without a graph",
+    "next call; captured steps are compared with steps without a graph",
 }
 """Of what was not caught, by the name of its case."""
 ALARMS = {
@@ -105,13 +104,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return table(head, body, numbers=True)
 
 
-def explained(rows: Sequence[Row], reasons: dict[str, str]) -> list[list[str]]:
+def explained(rows: Sequence[Row]) -> list[list[str]]:
     """A line a case, with its versions and the reason."""
     body = []
     for name in sorted({one["case"] for one in rows}, key=lambda name: (name not in real_names(rows), name)):
         found = [one for one in rows if one["case"] == name]
         words = name + ", planted" * found[0]["planted"]
-        body.append([words, issues(found[0]), found[0]["changes"], ", ".join(versions(found)), reasons[name]])
+        body.append([words, issues(found[0]), ", ".join(versions(found)), WHY[name]])
     return body
 
 
@@ -131,7 +130,6 @@ def page(rows: Sequence[Row]) -> str:
     twins, of_twins = kinds(rows, planted=True, changes=COUNTED)
     names = {one["case"] for one in rows}
     shown = {one["case"] for one in rows if shows(one)}
-    results = {one["result"] for one in rows if one["case"] in shown}
     healthy = [one for one in rows if not one["there"] and one["result"] != FAILED]
     alarms = [one for one in healthy if one["result"] == ALARM]
     missed = [one for one in rows if one["there"] and one["result"] not in CAUGHT]
@@ -140,50 +138,36 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "How many wrong results of `torch.compile`, as issues of PyTorch report them, do our checks find? "
         f"{len(names)} small trainings follow such issues. Each is trained in eager, by `torch.compile` alone, and "
-        "under our guards with their defaults, on a processor.",
+        "under our checks with their defaults, on a processor.",
         "",
         f"- **Of {of_real} real faults that change a loss, a gradient or a buffer, {real} are caught "
         f"({real / max(of_real, 1):.2f}).** The aim was 0.9. Of all {of_all_real}, {all_real} are.",
-        f"- Of {of_twins} planted faults, which stand for faults that no version here shows on a processor, {twins} "
-        f"are caught ({twins / max(of_twins, 1):.2f}).",
+        f"- Of {of_twins} planted faults, {twins} are caught ({twins / max(of_twins, 1):.2f}). They compute the same "
+        "kind of wrong result as faults on GPUs, of versions before 2.11, or without a small reproduction.",
         f"- {len(alarms)} false alarm{'s' * (len(alarms) != 1)} in {len(healthy)} trainings with a version that does "
-        "not have their fault.",
+        "not have their fault" + "".join(f": {issues(one)}, {ALARMS[one['case']]}" for one in alarms) + ".",
         "",
-        "A fault counts where `torch.compile` alone does not train as eager does in some version below. It counts as "
-        "caught where it is caught in every version that has it. Cases that we missed at first led to better checks "
+        "A fault counts as caught where every version below that has it catches it: before anything is trained with it "
+        "(`first check`), or after up to five steps (`audit`). Cases that we missed at first led to better checks "
         "([log](../log.md#checks-faults-and-false-alarms)), so the rate is no estimate for faults that nobody has "
-        "reported.",
-        "",
-        "A first check finds a fault before anything is trained with it. What an audit finds has been trained with: "
-        "here for up to five steps.",
+        f"reported. [The lines]({LINES.name}) hold all cases; {len(names - shown)} show no fault under these versions.",
         "",
         "```bash",
         f"python -m tests.catch_rate --out {LINES} --page {PAGE}  # with each torch; here 4 and 12 minutes on one core",
         "```",
         "",
-        f"[The lines]({LINES.name}) hold all cases, by how much each training differs, and what was said; "
-        f"{len(names - shown)} show no fault under these versions.",
-        "",
-        "| result | |",
-        "| --- | --- |",
-        *(f"| {name} | {words} |" for name, words in RESULTS.items() if name in results),
-        "",
         "## What became of them",
         "",
-        "Planted faults stand for those on GPUs, of versions before 2.11, or without a small reproduction: a compiler "
-        "of ours computes the same kind of wrong result.",
+        "`healed`: found, and what helps was used. `does not show`: settings of ours keep it away.",
         "",
         *summary(rows),
         "## Not caught, and why",
         "",
     ]
     if missed:
-        lines += table(["fault", "issues", "wrong first", "torch", "why"], explained(missed, WHY))
+        lines += table(["fault", "issues", "torch", "why"], explained(missed))
     else:
         lines += ["Nothing.", ""]
-    if alarms:
-        head = ["training", "issues", "wrong first", "torch", "what was called different"]
-        lines += ["## False alarms", "", *table(head, explained(alarms, ALARMS))]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,7 @@ def returned(change: Callable[[Tensor], Tensor], *, training: bool = True) -> Fa
 class Normed(Block):
     """With a scale and a shift of its own, as a table has them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.ones(2, WIDTH))
+    holds: ClassVar = {"table": lambda: nn.Parameter(torch.ones(2, WIDTH))}
 
     def mix(self, h: Tensor) -> Tensor:
         return functional.layer_norm(h, (WIDTH,)) * self.table[0] + self.table[1]
@@ -52,28 +50,22 @@ class Dropped(Block):
 class Masked(Dropped):
     """Looks at its masks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.alike = self.calls = 0.0
+    alike = calls = 0.0
 
-    @classmethod
-    def called(cls, block: Any, x: Tensor) -> Tensor:
-        out = block(x)
+    def called(self, x: Tensor) -> Tensor:
+        out = self(x)
         fours = (out != x).view(-1, 4).float().mean(1)
-        block.alike += float(((fours == 0) | (fours == 1)).float().mean())
-        block.calls += 1
+        self.alike += float(((fours == 0) | (fours == 1)).float().mean())
+        self.calls += 1
         return out
 
-    @classmethod
-    def observed(cls, module: Any) -> list[float]:
+    def observed(self) -> list[float]:
         """One of eight groups of four is alike by chance."""
-        return [float(one.alike / one.calls > 0.5) for one in module.net.blocks]
+        return [float(self.alike / self.calls > 0.5)]
 
 
 class Grouped(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(2, 4)
+    holds: ClassVar = {"norm": lambda: nn.GroupNorm(2, 4)}
 
     def mix(self, h: Tensor) -> Tensor:
         return self.norm(h.view(8, 4, 2, 2)).reshape(8, WIDTH)
@@ -94,11 +86,7 @@ class Scattered(Block):
 class Averaged(Block):
     """Keeps a running mean of what it sees."""
 
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
+    holds: ClassVar = {"mean": lambda: nn.Buffer(torch.zeros(WIDTH))}
 
     def mix(self, h: Tensor) -> Tensor:
         with torch.no_grad():
@@ -123,8 +111,7 @@ class Unguarded(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h * _factor()
 
-    @classmethod
-    def before_step(cls, module: Any, step: int) -> None:
+    def before_step(self, step: int) -> None:
         Schedule.factor = 0.5 if step < 5 else 1.5
 
 

@@ -14,65 +14,57 @@ from typing import Any
 import lightning as L
 import torch
 from crucible import Strategy
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.catch_rate.case import Case
 from tests.promises.planted import Clock
-from tests.promises.training import CLOSE, WIDTH, Outcome, apart, train, vectors
+from tests.promises.training import CLOSE, Module, Net, Outcome, apart, train, vectors
 
 FIRST, AUDIT, HEALED = "first check", "audit", "healed"
+"""Found by the check of its first call, before anything was trained with it; by a later check, so that it runs eager
+from the next step on; found, and what helps was used."""
 REFUSED, AVOIDED, MISSED = "does not compile", "does not show", "not caught"
+"""What the fault is in runs eager, with a line that says so; it is compiled and trains as eager does, by settings of
+ours; it does not train as eager does, and nothing was said."""
 ABSENT, LOUD, ALARM, FAILED = "not there", "an error", "false alarm", "ended"
-RESULTS = {
-    FIRST: "the check of the first call of its kind found it, before anything was trained with it",
-    AUDIT: "a later check found it, after steps that were trained with it: eager from the next step on",
-    HEALED: "a check found it, and what helps was used",
-    REFUSED: "what the fault is in was not compiled: eager, with a line that says so",
-    AVOIDED: "compiled, and the training is eager's: settings of ours keep it away",
-    MISSED: "the training is not eager's, and nothing was said",
-    ABSENT: "torch.compile alone trains as eager does",
-    LOUD: "torch.compile alone ends with an error, which is not silent",
-    ALARM: "torch.compile alone trains as eager does, and a check called it different",
-    FAILED: "a training that ended",
-}
+"""Torch.compile alone trains as eager does; ends with an error, which is not silent; trains as eager does, and a check
+called it different; a training that ended."""
 CAUGHT = (FIRST, AUDIT, HEALED, REFUSED, AVOIDED)
 
 
-class Net(nn.Module):
+class CasesNet(Net):
     """A stem, the case's blocks, and a head of one number."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(case.block() for _ in range(case.blocks))
-        self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         blocks: Any = self.blocks
         for block in blocks:
-            x = type(block).called(block, x)
+            x = block.called(x)
         return self.head(x)
 
 
-class Training(L.LightningModule):
+class Training(Module):
     """The plainest training of a case."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.of = case.block
-        self.net = Net(case)
-        self.of.prepare(self)
+        super().__init__(CasesNet(case.block() for _ in range(2)))
+        self.begins = case.begins
+        for block in self.net.blocks:
+            block.prepare()
         self.begun = {name: one.detach().clone() for name, one in self.state_dict().items()}
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.of.before_step(self, self.global_step + 1)
+        step = self.global_step + 1
+        for block in self.net.blocks:
+            block.before_step(step)
+            if step == self.begins:
+                block.later()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.of.loss(self, batch)
+    def loss(self, batch: Any) -> Tensor:
+        return self.net.blocks[0].loss(self, batch)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", self.of.loss(self, batch))
+    def observed_numbers(self) -> list[float]:
+        return [number for block in self.net.blocks for number in block.observed()]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.02)
@@ -120,7 +112,7 @@ class Line:
 def distances(case: Case, eager: Outcome, seen: Outcome) -> dict[str, float]:
     """What of ``seen`` is not eager's, by how much."""
     close = CLOSE if case.precision == "32-true" else 2e-2
-    one, other = ([*case.block.observed(each.module)] for each in (eager, seen))
+    one, other = (each.module.observed_numbers() for each in (eager, seen))
     found = {"observed": apart(other, one)}
     if not case.own_numbers:
         found["loss"] = apart(seen.losses, eager.losses)

@@ -1,13 +1,13 @@
 """Measurements on as many GPUs as a machine has: ``python -m tests.gpu.several FOLDER``
 
-Captioning on 1, 2, 4 and 8 GPUs under DDP and FSDP2, captured, beside a loop by hand; Llama 3 8B; ragged captions; and
-what happens when a rank is killed. Each job has GPUs, processor cores and empty compile caches of its own; several run
-beside each other where there are GPUs for them. What has ended is printed at once, its record lies in ``FOLDER``, and a
-table comes last, or when the time is over.
+Captioning on 1, 2, 4 and 8 GPUs under DDP and FSDP2, captured, beside a loop by hand; Llama 3 8B; ragged captions. What
+becomes of a rank that fails is in ``tests/gpu/rank_faults.py``. Each job has GPUs, processor cores and empty compile
+caches of its own; several run beside each other where there are GPUs for them. What has ended is printed at once, its
+record lies in ``FOLDER``, and a table comes last, or when the time is over.
 
     --seconds 600     for all of it: jobs that do not fit any more are left out, and named
     --devices 1,2,4   numbers of GPUs to measure, by default all powers of two up to what is there
-    --only captioning,killed
+    --only captioning,ragged
     --smoke           tiny sizes on two processes of a CPU, without captures: does everything work?
 """
 
@@ -17,13 +17,12 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,6 @@ from trainer.report.tables import number
 from trainer.run_start import ROUND_VARIABLE, SWEEP_VARIABLE, cache_variables
 from trainer.telemetry.record import RunRecord
 
-STEP = re.compile(r"step (\d+)/")
-"""In the plain lines of a run."""
-AT_STEP = 50
-"""After which a rank is killed."""
 SHORTEST = 30.0
 """Seconds without which no job is worth its start."""
 MARK = "CRUCIBLE_TEST_JOB"
@@ -90,11 +85,7 @@ def plan(counts: Sequence[int], *, smoke: bool = False) -> list[Job]:
         if arm != "one":
             words.append(f"trainer.strategy={arm}")
         if smoke:
-            words += [
-                "trainer.accelerator=cpu",
-                "trainer.val_every_n_steps=0",
-                f"trainer.max_steps={10**6 if kind == 'killed' else 40}",
-            ]
+            words += ["trainer.accelerator=cpu", "trainer.val_every_n_steps=0", "trainer.max_steps=40"]
             words += [f"compile.{one}.backend=eager" for one in ("regional", "optimizer") if one in _compiled(more)]
         jobs.append(Job(kind=kind, arm=arm, what=what, devices=devices, seconds=seconds, overrides=words))
 
@@ -110,9 +101,6 @@ def plan(counts: Sequence[int], *, smoke: bool = False) -> list[Job]:
             arm = "ddp" if count > 1 else "one"
             buckets = ("compile.buckets.count=2",) if smoke else ()
             add("ragged", arm, "ours", count, 240, RAGGED, "compile=full_stack", *graph, *buckets)
-        for arm in ("ddp", "fsdp2"):
-            endless = ("trainer.max_steps=100000", "trainer.progress=plain")
-            add("killed", arm, "ours", most, 150, CAPTIONING, f"compile={CAPTURED}", *graph, *endless)
     return jobs
 
 
@@ -125,9 +113,8 @@ def _compiled(overrides: Iterable[str]) -> tuple[str, ...]:
 def command(job: Job, folder: Path) -> list[str]:
     several = job.devices > 1 and "run=peer" in job.overrides  # ours start the others themselves
     started = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.devices}"] if several else []
-    cold = [] if job.kind == "killed" else ["repeat=cold"]
-    trainer = [sys.executable, *started, "-m", "trainer", *job.overrides, *cold, f"hydra.run.dir={folder / 'run'}"]
-    return trainer if job.kind != "killed" else [sys.executable, "-m", "tests.gpu.several", "--kill", *trainer]
+    words = ["-m", "trainer", *job.overrides, "repeat=cold", f"hydra.run.dir={folder / 'run'}"]
+    return [sys.executable, *started, *words]
 
 
 # ---- running them ---------------------------------------------------------------------------------------------------
@@ -165,14 +152,11 @@ def end(job: Job, folder: Path) -> None:
     signal_all(folder, signal.SIGKILL)
     job.process.wait()
     job.ended = f"cut off after {took:.0f} s" if code is None else f"exit code {code} after {took:.0f} s"
-    job.figures = figures(job, folder)
+    job.figures = figures(folder)
 
 
-def figures(job: Job, folder: Path) -> dict[str, Any]:
-    """Of the run's record, or of ``killed.json``, as far as they are there."""
-    if job.kind == "killed":
-        found = folder / "killed.json"
-        return json.loads(found.read_text()) if found.exists() else {}
+def figures(folder: Path) -> dict[str, Any]:
+    """Of the run's record, as far as they are there."""
     try:
         record = RunRecord.load(folder / "run")
     except (OSError, ValueError):
@@ -224,12 +208,11 @@ def run(jobs: Sequence[Job], folder: Path, *, gpus: int, seconds: float, smoke: 
 
 def table(jobs: Sequence[Job]) -> str:
     """What has come of all jobs, in Markdown."""
-    shown = [job for job in jobs if job.kind != "killed"]
-    rate = {job.name: job.figures.get(_rate(job)) for job in shown}
+    rate = {job.name: job.figures.get(_rate(job)) for job in jobs}
     names = ["samples/s, useful tokens/s", "over the loop", "over one GPU's times their number", "first step s"]
     names += ["warm-up s", "compile s, all ranks", "GiB"]
     lines = [f"| | {' | '.join(names)} | |", f"|---|{'---:|' * len(names)}---|"]
-    for job in shown:
+    for job in jobs:
         loop = rate.get(job.name.replace("-ours", "-loop")) if job.what == "ours" else None
         alone = rate.get(f"{job.kind}-1-one-{job.what}")
         own, found = rate[job.name], job.figures
@@ -242,11 +225,6 @@ def table(jobs: Sequence[Job]) -> str:
             job.ended + (f"; {found['reason']}" if found.get("reason") else ""),
         ]
         lines.append(f"| {job.name} | {' | '.join(cells)} |")
-    for job in jobs:
-        if job.kind == "killed":
-            said = " / ".join(job.figures.get("printed", [])[:3])
-            gone = job.figures.get("all_gone_after_seconds")
-            lines.append(f"\n{job.name}: killed at step {job.figures.get('step')}, all gone after {gone} s: {said}")
     return "\n".join(lines)
 
 
@@ -258,7 +236,7 @@ def _shown(value: float | None, digits: int) -> str:
     return "-" if value is None else number(value) if value >= 100 else f"{value:.{digits}f}"
 
 
-# ---- a rank that is killed ------------------------------------------------------------------------------------------
+# ---- processes of a job ---------------------------------------------------------------------------------------------
 
 
 def marked(folder: Path) -> dict[str, str]:
@@ -266,17 +244,16 @@ def marked(folder: Path) -> dict[str, str]:
     return {**os.environ, MARK: str(folder.resolve())}
 
 
-def members(folder: Path) -> dict[int, tuple[int, str | None]]:
-    """Of the processes that live and are marked with ``folder``: the parent, and the rank in its environment."""
-    found = {}
+def members(folder: Path) -> list[int]:
+    """The processes that live and are marked with ``folder``."""
+    found = []
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             pid = int(process.name)
-            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
             given = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-            pairs = dict(pair.partition("=")[::2] for pair in given)
-            if pairs.get(MARK) == str(folder.resolve()) and state != "Z":
-                found[pid] = (int(parent), pairs.get("LOCAL_RANK"))
+            if f"{MARK}={folder.resolve()}" in given and state != "Z":
+                found.append(pid)
     return found
 
 
@@ -286,51 +263,8 @@ def signal_all(folder: Path, number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def of_rank_1(alive: dict[int, tuple[int, str | None]]) -> Iterator[int]:
-    """Rank 1 itself: loaders and compilers, its children, have its environment."""
-    own = {pid for pid, (_, rank) in alive.items() if rank == "1"}
-    return (pid for pid in own if alive[pid][0] not in own)
-
-
-def kill(words: Sequence[str], folder: Path, *, seconds: float) -> dict[str, Any]:
-    """Start ``words`` on several processes, kill rank 1 once step ``AT_STEP`` is reached, and say what came of it."""
-    ranks = folder / "ranks"  # this process itself is one of the folder's
-    ranks.mkdir(parents=True, exist_ok=True)
-    began, log = time.monotonic(), folder / "trained.txt"
-    with log.open("wb") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=marked(ranks))
-    step = when = None
-    said = 0
-    try:
-        while time.monotonic() < began + seconds and (process.poll() is None or members(ranks)):
-            time.sleep(0.05)
-            if when is None:
-                steps = STEP.findall(log.read_text(errors="replace"))
-                if steps and int(steps[-1]) >= AT_STEP:
-                    (rank,) = of_rank_1(members(ranks))
-                    step, when, said = int(steps[-1]), time.monotonic(), log.stat().st_size
-                    os.kill(rank, signal.SIGKILL)
-        over, left = time.monotonic(), members(ranks)
-    finally:
-        signal_all(ranks, signal.SIGKILL)
-    result = {
-        "step": step,
-        "seconds_until_killed": None if when is None else round(when - began, 1),
-        "all_gone_after_seconds": None if when is None or left else round(over - when, 1),
-        "exit_code": process.poll(),
-        "still_there": len(left),
-        "printed": [] if when is None else log.read_bytes()[said:].decode(errors="replace").splitlines()[:12],
-    }
-    (folder / "killed.json").write_text(json.dumps(result, indent=1))
-    return result
-
-
 def main(given: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs ends with this process
-    if given[:1] == ["--kill"]:
-        folder = Path(next(one for one in given if one.startswith("hydra.run.dir=")).partition("=")[2]).parent
-        print("RESULT", json.dumps(kill(given[1:], folder, seconds=140)), flush=True)
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=600.0)

@@ -17,6 +17,7 @@ ON_GPU = ("trainer.accelerator=gpu", "trainer.precision=auto", "trainer.determin
 
 def test_laps_are_device_time_and_a_mark_leaves_a_pause_out() -> None:
     x = torch.randn(4096, 4096, device="cuda")
+    x = (x @ x).clamp(-1, 1)  # cuBLAS is loaded in the first product
     clock, steps = StepClock(torch.device("cuda")), [Step(1), Step(2)]
     clock.mark()
     for _ in range(20):
@@ -43,15 +44,6 @@ def test_a_run_uses_bf16_with_a_fused_optimizer_and_clips(tmp_path: Path) -> Non
     assert record.precision == "bf16-mixed"
     assert record.device_type == "cuda"
     assert record.peak_device_memory_gib > 0
-
-
-def test_compiled_losses_stay_near_eagers_in_bf16(tmp_path: Path) -> None:
-    train(tmp_path / "eager", *ON_GPU, strategy="eager")
-    train(tmp_path / "regional", *ON_GPU, strategy="regional", backend="inductor")
-    eager, regional = RunRecord.load(tmp_path / "eager"), RunRecord.load(tmp_path / "regional")
-    assert eager.final_loss is not None
-    assert regional.final_loss == pytest.approx(eager.final_loss, rel=0.02)
-    assert regional.regions_compiled == regional.regions
 
 
 def test_cuda_graphs_train_and_validate_like_eager(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from strategies import CudaGraph, Optimizer, Strategy
 from strategies.cuda_graph.step_graphs import CudaEngine
 from tests.gpu.test_cuda import ON_GPU
 from tests.trainer.runs import curve, train
-from tests.trainer.test_resume_exactness import send_in_step
 from tests.trainer.test_step_capture import CountsSteps, Net, ReadsLoss, fit
 from trainer.callback import Compile
 from trainer.telemetry.record import RunRecord
@@ -127,15 +125,3 @@ def test_compiled_regions_are_captured(tmp_path: Path) -> None:
     regional, graphs = curve(tmp_path / "regional"), curve(tmp_path / "both")
     assert list(graphs.values()) == pytest.approx(list(regional.values()), rel=1e-3)
     assert RunRecord.load(tmp_path / "both").report["cuda_graph"]["graphs"] == 1
-
-
-def test_a_resumed_run_goes_on_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = (*ON_GPU, *STEPS, "trainer.max_steps=12", "trainer.precision=32-true", "task.size.dropout=0.1")
-    train(tmp_path / "whole", *given, strategy="cuda_graph")
-    with monkeypatch.context() as patch:
-        send_in_step(patch, 6, signal.SIGINT)
-        assert train(tmp_path / "half", *given, strategy="cuda_graph").status == "interrupted"
-    train(tmp_path / "rest", *given, f"resume={tmp_path / 'half'}", strategy="cuda_graph")
-    whole, rest = curve(tmp_path / "whole"), curve(tmp_path / "rest")
-    assert list(rest) == list(range(7, 13))
-    assert list(rest.values()) == pytest.approx([whole[step] for step in rest], rel=1e-4)

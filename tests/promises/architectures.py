@@ -498,39 +498,22 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     found: collections.Counter[str] = collections.Counter()
-    verdicts: collections.Counter[str] = collections.Counter()
-    reasons: collections.Counter[str] = collections.Counter()
-    close = 5e-2 if given.bf16 else 1e-3
-    began = time.perf_counter()
+    close, began = 5e-2 if given.bf16 else 1e-3, time.perf_counter()
     for seed in range(given.first, given.first + given.count):
         training = drawn(seed, backend=given.backend, bf16=given.bf16)
         result = tried(training, own_random_numbers=given.backend == "inductor")
-        found["trainings"] += 1
-        verdicts[result.verdict] += 1
-        said = []
-        if result.outcome.ended is not None:
-            found["ended"] += 1
-            said.append(result.outcome.end)
-        if result.alarm is not None:
-            found["alarms"] += 1
-            said.append(f"ALARM {result.alarm}")
-        if result.apart is not None and not result.apart <= close:
-            found["losses apart"] += 1
-            said.append(f"losses {result.apart:.1e} apart")
-        if result.eager_parts:
-            found["with eager parts"] += 1
-            reasons.update(reason[:150] for reason in set(result.eager_parts.values()))
-            if given.verbose:
-                said.append(f"eager: {result.eager_parts}")
-        if said or given.verbose:
-            print(f"{seed}: {training.words}: {'; '.join(said)}", flush=True)
-    for reason, count in reasons.most_common():
-        print(f"eager parts {count}: {reason}")
-    print(
-        f"RESULT {given.backend} {'bf16' if given.bf16 else 'fp32'} trainings {found['trainings']}, alarms "
-        f"{found['alarms']}, ended {found['ended']}, losses apart {found['losses apart']}, with eager parts "
-        f"{found['with eager parts']}, verdicts {dict(verdicts)}, {time.perf_counter() - began:.0f} s"
-    )
+        said = {
+            "alarms": result.alarm,
+            "ended": None if result.outcome.ended is None else result.outcome.end,
+            "losses apart": None if result.apart is None or result.apart <= close else f"{result.apart:.1e}",
+            "with eager parts": result.eager_parts or None,
+        }
+        said = {what: words for what, words in said.items() if words is not None}
+        found.update(["trainings", *said, f"verdict {result.verdict}"])
+        if given.verbose or said.keys() - {"with eager parts"}:
+            print(f"{seed}: {training.words}: {said}", flush=True)
+    kind = f"{given.backend} {'bf16' if given.bf16 else 'fp32'}"
+    print(f"RESULT {kind} {dict(found)}, {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

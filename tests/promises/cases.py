@@ -71,11 +71,6 @@ def block(**options: Any) -> Callable[[Any], Any]:
 
 
 @block()
-class PlainBlock(Block):
-    pass
-
-
-@block()
 class LstmBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -247,10 +242,43 @@ def half_of_the_gradient(module: Any, given: Any, out: Any) -> Any:
     return None if given[0] is None else (given[0] * 0.5,)
 
 
+class BatchNormOfTwoSizes(Module):
+    """Crops of two sizes in one step: batch norm saves its running statistics, and writes to them, in both calls."""
+
+    class block(BatchNormBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm.momentum = 0.1
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + super().loss(batch[:4])
+
+
+CASES["BatchNormOfTwoSizes"] = Case(BatchNormOfTwoSizes, {"data": vectors(8)})
+
+
 @block()
-class ItemBlock(Block):
+class WritesOnAWeightBlock(Block):
+    """Keeps what it has seen as attributes of its weight."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / (1.0 + x.detach().abs().max().item())
+        weight: Any = self.linear.weight
+        if not hasattr(weight, "seen"):
+            weight.seen = torch.zeros(())
+        weight.seen += x.detach().abs().mean()
+        return super().forward(x) * (1 + 0.01 * weight.seen)
+
+
+@block()
+class DrawsFromALibraryBlock(Block):
+    """What the library's object counts lies in it, and not in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points = torch.quasirandom.SobolEngine(WIDTH, scramble=True, seed=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * self.points.draw(len(x)))
 
 
 @block()
@@ -361,44 +389,12 @@ class ClassAttributeChanges(Module):
         Settings.scale = 1.0 if batch_idx < 6 else 0.5
 
 
-@block()
-class DisabledBlock(Block):
-    @torch._dynamo.disable
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
 @case()
 class ScriptedBlocks(Module):
     def __init__(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             super().__init__(Net([torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH))) for _ in range(2)]))
-
-
-@block()
-class OwnCallBlock(Block):
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x) * 0.5
-
-
-@block()
-class ReadsItsGradientBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        gradient = self.linear.bias.grad
-        return super().forward(x) if gradient is None else super().forward(x) + 0.1 * gradient.detach()
-
-
-@block()
-class ScalesItsWeightsBlock(Block):
-    """What runs twice shows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.linear.weight.data.mul_(0.98)
-        return super().forward(x)
 
 
 @block()
@@ -415,15 +411,43 @@ class LocksAndFilesBlock(Block):
             return super().forward(x)
 
 
-@block()
-class SwitchesItsModeBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+BLOCKS: dict[str, Callable[..., Any]] = {
+    "PlainBlock": Block.forward,
+    "ItemBlock": lambda self, x: Block.forward(self, x) / (1.0 + x.detach().abs().max().item()),
+    "ReadsItsGradientBlock": lambda self, x: (
+        Block.forward(self, x) + (0 if self.linear.bias.grad is None else 0.1 * self.linear.bias.grad.detach())
+    ),
+    # What runs twice shows.
+    "ScalesItsWeightsBlock": lambda self, x: (self.linear.weight.data.mul_(0.98), Block.forward(self, x))[1],
+    "CalledRecursively": lambda self, x, depth=2: (
+        self(Block.forward(self, x), depth - 1) if depth else Block.forward(self, x)
+    ),
+}
+"""Forwards."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.norm.eval()
-        return self.norm(super().forward(x))
+
+def with_block(name: str, base: type[nn.Module] = Block, **members: Any) -> type[Module]:
+    return type(name, (Module,), {"block": type(name, (base,), members)})
+
+
+CASES.update({name: Case(with_block(name, forward=forward), {}) for name, forward in BLOCKS.items()})
+CASES["OwnCallBlock"] = Case(with_block("OwnCallBlock", __call__=lambda self, x: nn.Module.__call__(self, x) * 0.5), {})
+CASES["DisabledBlock"] = Case(
+    with_block(
+        "DisabledBlock",
+        inner=torch._dynamo.disable(lambda self, x: torch.tanh(self.linear(x))),
+        forward=lambda self, x: x + self.inner(x),
+    ),
+    {},
+)
+CASES["SwitchesItsModeBlock"] = Case(
+    with_block(
+        "SwitchesItsModeBlock",
+        BatchNormBlock,
+        forward=lambda self, x: (self.norm.eval(), BatchNormBlock.forward(self, x))[1],
+    ),
+    {},
+)
 
 
 @block()
@@ -434,13 +458,6 @@ class MakesAParameterBlock(Block):
         if not hasattr(self, "late"):
             self.late = nn.Parameter(torch.full((WIDTH,), 0.5))
         return super().forward(x) * self.late
-
-
-@case(repeats=False)
-class NoParameters(Module):
-    class block(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(x)
 
 
 # ---- blocks: what they take and give --------------------------------------------------------------------------------
@@ -504,29 +521,6 @@ class ReturnsNothing(Passing):
 
 
 @case()
-class ReturnsItsInput(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            out = super().forward(x)
-            return x, out, out, x[:, :4], self.linear.weight, out.detach()
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        same, out, again, view, weight, apart = one(x)
-        return 0.2 * (same + out + again + view.mean() + weight.mean() + apart)
-
-
-@case()
-class ReturnsAFunction(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Any:
-            out = super().forward(x)
-            return lambda other: out + other
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return one(x)(x)
-
-
-@case()
 class ReturnsAGenerator(Passing):
     class block(Block):
         def forward(self, x: Tensor) -> Iterator[Tensor]:
@@ -546,16 +540,6 @@ class AnyArguments(Passing):
 
     def call(self, one: Any, x: Tensor) -> Tensor:
         return one(x, (x.mean(), "word"), self.net.stem, factors={"first": 0.5}, function=torch.tanh)
-
-
-@case()
-class WritesIntoItsInput(Passing):
-    class block(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.add_(torch.tanh(self.linear(x.clone())))
-
-    def call(self, one: Any, x: Tensor) -> Tensor:
-        return one(x * 1.0)
 
 
 @case()
@@ -630,20 +614,93 @@ class PassesAState(Passing):
         return state.x
 
 
-@case()
-class CalledTwice(Passing):
-    def through(self, x: Tensor) -> Tensor:
-        for one in [*self.net.blocks, *self.net.blocks]:
-            x = one(x)
-        return x
+class Memory:
+    __slots__ = ("sum", "written", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.sum, self.written = x, x * 1.0, Entries(mean=torch.zeros(WIDTH))
 
 
-@case()
-class CalledRecursively(Passing):
+class Entries(dict[str, Tensor]):
+    pass
+
+
+@case(data=vectors(8))
+class WritesIntoAMemory(Passing):
+    """A block writes in place to tensors of an object that it is given, and of a module."""
+
     class block(Block):
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            x = super().forward(x)
-            return self(x, depth - 1) if depth else x
+        def forward(self, memory: Memory, norm: nn.Module) -> None:
+            memory.sum += super().forward(norm(memory.x))
+            memory.written["mean"].mul_(0.9).add_(memory.sum.detach().mean(0))
+
+    def through(self, x: Tensor) -> Tensor:
+        memory, norm = Memory(x), nn.BatchNorm1d(WIDTH)
+        for one in self.net.blocks:
+            assert one(memory, norm) is None
+        assert norm.running_mean is not None
+        return memory.sum + memory.written["mean"] + norm.running_mean
+
+
+@case(data=vectors(8))
+class WeightsThatTheLossLeavesOut(Passing):
+    """One output, in an object, is not used, and another is written into an argument: decay moves no weight that eager
+    leaves without a gradient."""
+
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.unused = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor, losses: list[Tensor]) -> Any:
+            losses.append(self.router(x).square().mean())
+            return types.SimpleNamespace(x=super().forward(x), more=self.unused(x))
+
+    def through(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        for one in self.net.blocks:
+            x = one(x, losses).x
+        return x + sum(losses)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
+
+
+def cloned(module: nn.Module) -> Any:
+    """A copy with weights of its own, as meta-learners make it: learn2learn's ``clone_module``, torch's replicas."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = module.__dict__.copy()
+    clone._parameters = {name: one.clone() * 0.5 for name, one in module._parameters.items() if one is not None}
+    clone._modules = {name: cloned(one) for name, one in module._modules.items() if one is not None}
+    return clone
+
+
+@case()
+class ClonesItsBlocks(Passing):
+    def call(self, one: Any, x: Tensor) -> Tensor:
+        return cloned(one)(x)
+
+
+class _Enough(BaseException):
+    pass
+
+
+@case()
+class StopsAForward(Module):
+    """Takes what a layer computes, and leaves the forward by an exception of its own."""
+
+    def loss(self, batch: Any) -> Tensor:
+        found: list[Tensor] = []
+
+        def take(module: Any, given: Any, out: Tensor) -> None:
+            found.append(out)
+            raise _Enough
+
+        hook = self.net.blocks[1].linear.register_forward_hook(take)
+        with contextlib.suppress(_Enough):
+            self.net(batch)
+        hook.remove()
+        return super().loss(batch) + found[0].square().mean()
 
 
 @case()
@@ -708,6 +765,27 @@ class CalledInAThread(Passing):
         thread.start()
         thread.join()
         return found[0]
+
+
+PASSED: dict[str, tuple[Callable[..., Any], Callable[[Any, Any, Tensor], Tensor]]] = {
+    "ReturnsItsInput": (
+        lambda self, x: (x, out := Block.forward(self, x), out, x[:, :4], self.linear.weight, out.detach()),
+        lambda self, one, x: 0.2 * sum(part if part.shape == x.shape else part.mean() for part in one(x)),
+    ),
+    "ReturnsAFunction": (
+        lambda self, x: (lambda out: lambda other: out + other)(Block.forward(self, x)),
+        lambda self, one, x: one(x)(x),
+    ),
+    "WritesIntoItsInput": (
+        lambda self, x: x.add_(torch.tanh(self.linear(x.clone()))),
+        lambda self, one, x: one(x * 1.0),
+    ),
+    "CalledTwice": (Block.forward, lambda self, one, x: one(one(x))),
+}
+"""A block's forward, and how it is called."""
+for name, (forward, call) in PASSED.items():
+    members = {"block": type(name, (Block,), {"forward": forward}), "call": call}
+    CASES[name] = Case(type(name, (Passing,), members), {})
 
 
 CALLS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
@@ -799,11 +877,6 @@ class Tagged(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, given: Any = (), named: Any = None) -> Any:
         return super().__torch_function__(function, kinds, given, named or {})
-
-
-@case(data=lambda: [one.as_subclass(Tagged) for one in vectors(6)])
-class SubclassedBatch(Module):
-    pass
 
 
 def jagged(*rows: Tensor) -> Tensor:
@@ -1029,6 +1102,16 @@ class OneBlockTwice(Module):
         super().__init__(Net([one, Block(), one]))
 
 
+@case(data=vectors(8))
+class GoesToDouble(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.net.double()
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch.to(self.net.head.weight.dtype))
+
+
 @case(data=vectors(10))
 class FreezesAndUnfreezes(Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -1063,16 +1146,6 @@ class LoadsAState(Module):
         if batch_idx in (3, 5):
             self.net.load_state_dict(self.kept, assign=batch_idx == 5)
             self.trainer.optimizers[0].param_groups[0]["params"] = list(self.parameters())
-
-
-@case(data=vectors(8))
-class GoesToDouble(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            self.net.double()
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch.to(self.net.head.weight.dtype))
 
 
 # ---- copies, saves, exports, tools ----------------------------------------------------------------------------------
@@ -1329,26 +1402,6 @@ class ScalesByHand(ByHand):
         return {"loss": loss.detach()}
 
 
-@case()
-class ClosureOfLbfgs(Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
-@case(data=vectors(8))
-class LeavesBatchesOut(Module):
-    """Returns nothing for some of them, the first one included."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx in (0, 3) else self.loss(batch)
-
-
-@case(data=vectors(8), max_epochs=2)
-class EndsAnEpochEarly(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return -1 if batch_idx == 5 else None
-
-
 class Refused(ValueError):
     pass
 
@@ -1392,26 +1445,44 @@ class CatchesRunningOutOfMemory(Module):
             return self.loss(batch[: ROWS // 2])
 
 
-@case(data=vectors(8))
-class LossIsNoNumber(Module):
-    """Eager goes on."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch * float("nan") if batch_idx == 5 else batch)
-
-
-@case(data=vectors(6))
-class LossIsInfinite(Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e20)
-
-
-@case(data=vectors(6))
-class LossOfNothing(Module):
-    """A constant: the gradient of everything is zero."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) * 0.0
+MODULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "NoParameters": ({"block": type("Tanh", (nn.Module,), {"forward": lambda self, x: torch.tanh(x)})}, {}),
+    "SubclassedBatch": ({}, {"data": lambda: [one.as_subclass(Tagged) for one in vectors(6)]}),
+    "ClosureOfLbfgs": (
+        {"configure_optimizers": lambda self: torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)},
+        {},
+    ),
+    # The first one included.
+    "LeavesBatchesOut": (
+        {"training_step": lambda self, batch, batch_idx: None if batch_idx in (0, 3) else self.loss(batch)},
+        {"data": vectors(8)},
+    ),
+    "EndsAnEpochEarly": (
+        {"on_train_batch_start": lambda self, batch, batch_idx: -1 if batch_idx == 5 else None},
+        {"data": vectors(8), "max_epochs": 2},
+    ),
+    # Eager goes on.
+    "LossIsNoNumber": (
+        {"training_step": lambda self, batch, batch_idx: self.loss(batch * (float("nan") if batch_idx == 5 else 1.0))},
+        {"data": vectors(8)},
+    ),
+    "LossIsInfinite": (
+        {"configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=1e20)},
+        {"data": vectors(6)},
+    ),
+    # A constant: the gradient of everything is zero.
+    "LossOfNothing": (
+        {"training_step": lambda self, batch, batch_idx: self.loss(batch) * 0.0},
+        {"data": vectors(6)},
+    ),
+    "ValidatesBeforehand": (
+        {"block": BatchNormBlock},
+        {"data": vectors(6), "validation": vectors(2, seed=3), "num_sanity_val_steps": 2},
+    ),
+}
+"""Members of a module, and options of its training."""
+for name, (members, options) in MODULES.items():
+    CASES[name] = Case(type(name, (Module,), members), options, repeats=name != "NoParameters")
 
 
 class Under(Module):
@@ -1470,11 +1541,6 @@ class ValidatesAPaddedTransformer(Module):
         x = self.net.stem(batch).unflatten(0, (2, -1))
         padded = torch.arange(x.shape[1]) >= torch.tensor([[x.shape[1]], [2]])
         return (self.net.head(self.net.blocks[0](x, src_key_padding_mask=padded).mean(1)) - 1).square().mean()
-
-
-@case(data=vectors(6), validation=vectors(2, seed=3), num_sanity_val_steps=2)
-class ValidatesBeforehand(Module):
-    block = BatchNormBlock
 
 
 @case(data=vectors(6), validation=vectors(2, seed=3), val_check_interval=3)

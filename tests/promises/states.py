@@ -1,7 +1,4 @@
-"""Kinds of state that ordinary Python code keeps, each with one way to advance it; how many a training leaves advanced:
-
-python -m tests.promises.states [KIND ...]
-"""
+"""Kinds of state that ordinary Python code keeps, each with one way to advance it."""
 
 from __future__ import annotations
 
@@ -80,15 +77,6 @@ def mutable_default(_: Any) -> Advance:
 
 
 @kind
-def partial_of_a_list(_: Any) -> Advance:
-    def append(seen: list[int], _: Any) -> float:
-        seen.append(1)
-        return len(seen)
-
-    return functools.partial(append, [])
-
-
-@kind
 def coroutine(_: Any) -> Advance:
     @types.coroutine
     def pause(value: int) -> Any:
@@ -108,7 +96,6 @@ def coroutine(_: Any) -> Advance:
 
 GLOBAL = 0
 GLOBAL_DICTIONARY: dict[str, int] = {}
-GLOBAL_LIST: list[int] = []
 GLOBAL_TENSOR = torch.zeros(())
 
 
@@ -124,16 +111,6 @@ def module_global(_: Any) -> Advance:
 
 
 @kind
-def global_dictionary(_: Any) -> Advance:
-    def advance(_: Any) -> float:
-        GLOBAL_DICTIONARY["count"] += 1
-        return GLOBAL_DICTIONARY["count"]
-
-    GLOBAL_DICTIONARY["count"] = 0
-    return advance
-
-
-@kind
 def global_of_another_module(_: Any) -> Advance:
     other: Any = types.ModuleType("tests_promises_other")
     sys.modules["tests_promises_other"] = other
@@ -144,29 +121,6 @@ def global_of_another_module(_: Any) -> Advance:
 
         found.count += 1
         return found.count
-
-    return advance
-
-
-@kind
-def environment(_: Any) -> Advance:
-    os.environ["TESTS_PROMISES"] = "0"
-
-    def advance(_: Any) -> float:
-        os.environ["TESTS_PROMISES"] = str(int(os.environ["TESTS_PROMISES"]) + 1)
-        return int(os.environ["TESTS_PROMISES"])
-
-    return advance
-
-
-@kind
-def class_attribute(_: Any) -> Advance:
-    class Holder:
-        count = 0
-
-    def advance(_: Any) -> float:
-        Holder.count += 1
-        return Holder.count
 
     return advance
 
@@ -226,6 +180,17 @@ class OwnList(list[int]):
     pass
 
 
+class EasyDict(dict[str, int]):
+    """What is set is an attribute and an entry, as in easydict and ml_collections."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __setattr__(self, name: str, value: int) -> None:
+        super().__setattr__(name, value)
+        self[name] = value
+
+
 @dataclasses.dataclass(slots=True)
 class SlottedData:
     count: int = 0
@@ -267,6 +232,20 @@ class OnDemand:
         return self.__dict__["made"]
 
 
+KEPT: list[Any] = []
+
+
+def weakly_referenced() -> Any:
+    KEPT.append(Slots())
+    return weakref.ref(KEPT[-1])
+
+
+def in_a_thread(held: Any) -> None:
+    thread = threading.Thread(target=add_to("count"), args=(held,))
+    thread.start()
+    thread.join()
+
+
 def weakly_keyed() -> Any:
     held = Slots()
     return held, weakref.WeakKeyDictionary({held: 0})
@@ -306,6 +285,7 @@ for given in (
     ("deque", collections.deque, lambda held: held.append(1), len),
     ("ordered dictionary", lambda: collections.OrderedDict(count=0), incremented, lambda held: held["count"]),
     ("list's subclass", OwnList, lambda held: held.append(1), len),
+    ("dictionary with attributes", EasyDict, add_to("count"), lambda held: held.count + held["count"]),
     ("array of array", lambda: array.array("d", [0.0]), lambda held: held.__setitem__(0, held[0] + 1), lambda h: h[0]),
     ("memory view", lambda: memoryview(bytearray(1)), lambda held: held.__setitem__(0, held[0] + 1), lambda h: h[0]),
     ("numpy array", lambda: numpy.zeros(3), lambda held: held.__iadd__(1), lambda held: float(held[0])),
@@ -321,6 +301,28 @@ for given in (
     ("weak dictionary", weakly_keyed, lambda h: h[1].__setitem__(h[0], h[1][h[0]] + 1), lambda h: h[1][h[0]]),
     ("proxied mapping", proxied, lambda held: incremented(held[0]), lambda held: held[1]["count"]),
     ("context variable", lambda: ContextVar("tests", default=0), lambda h: h.set(h.get() + 1), lambda h: h.get()),
+    ("partial of a list", lambda: functools.partial(list.append, []), lambda held: held(1), lambda h: len(h.args[0])),
+    ("class attribute", lambda: type("Holder", (), {}), add_to("count"), lambda held: held.count),
+    ("weakly referenced object", weakly_referenced, lambda held: add_to("count")(held()), lambda held: held().count),
+    ("counter of another thread", Plain, in_a_thread, lambda held: held.count),
+    (
+        "global dictionary",
+        lambda: GLOBAL_DICTIONARY.update(count=0),
+        lambda _: incremented(GLOBAL_DICTIONARY),
+        lambda _: GLOBAL_DICTIONARY["count"],
+    ),
+    (
+        "global tensor",
+        lambda: [GLOBAL_TENSOR.zero_()].clear(),
+        lambda _: GLOBAL_TENSOR.add_(1),
+        lambda _: float(GLOBAL_TENSOR),
+    ),
+    (
+        "environment",
+        lambda: os.environ.update(TESTS_PROMISES="0"),
+        lambda _: os.environ.__setitem__("TESTS_PROMISES", str(int(os.environ["TESTS_PROMISES"]) + 1)),
+        lambda _: int(os.environ["TESTS_PROMISES"]),
+    ),
 ):
     container(*given)
 
@@ -345,23 +347,6 @@ KINDS["object of a bound method"] = lambda _: Owner().advance
 
 
 @kind
-def weakly_referenced_object(module: Any) -> Advance:
-    held = Slots()
-    reference = weakref.ref(held)
-    KEPT.append(held)
-
-    def advance(_: Any) -> float:
-        found = reference()
-        found.count += 1
-        return found.count
-
-    return advance
-
-
-KEPT: list[Any] = []
-
-
-@kind
 def handler_of_logging(_: Any) -> Advance:
     class Counts(logging.Handler):
         count = 0
@@ -376,19 +361,6 @@ def handler_of_logging(_: Any) -> Advance:
     def advance(_: Any) -> float:
         logger.warning("a step")
         return handler.count
-
-    return advance
-
-
-@kind
-def counter_of_another_thread(_: Any) -> Advance:
-    held = Plain()
-
-    def advance(_: Any) -> float:
-        thread = threading.Thread(target=add_to("count"), args=(held,))
-        thread.start()
-        thread.join()
-        return held.count
 
     return advance
 
@@ -432,17 +404,6 @@ for given in (
     ("frozen data class that is replaced", FrozenData, replaced, lambda owner: owner.held.count),
 ):
     attribute(*given)
-
-
-@kind
-def global_tensor(_: Any) -> Advance:
-    GLOBAL_TENSOR.zero_()
-
-    def advance(_: Any) -> float:
-        GLOBAL_TENSOR.add_(1)
-        return float(GLOBAL_TENSOR)
-
-    return advance
 
 
 @kind
@@ -591,22 +552,3 @@ def difference(name: str, place: str, strategy: str) -> str | None:
     if (distance := apart(seen.losses, eager.losses)) > 1e-4:
         return f"losses are {distance:.1e} apart: {seen.losses}, plain Lightning's {eager.losses}"
     return None
-
-
-def main(names: list[str]) -> None:
-    """Print what is advanced, and the number."""
-    torch.set_num_threads(1)
-    logging.disable(logging.INFO)
-    wrong = tried = 0
-    for name, place, strategy in trainings():
-        if names and name not in names:
-            continue
-        tried += 1
-        if (what := difference(name, place, strategy)) is not None:
-            wrong += 1
-            print(f"{name}, in {place}, under {strategy}: {what}", flush=True)
-    print(f"RESULT {len(KINDS)} kinds of state, {tried} trainings, {wrong} not as plain Lightning leaves them")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

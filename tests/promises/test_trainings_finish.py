@@ -16,15 +16,14 @@ import pytest
 import torch
 from crucible import Checkpointing, Compile, Optimizer, Regional, Strategy, Whole
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.promises.cases import CASES, OTHER_PLACES, STEP_PLACES, TOOLS, DropoutBlock, WithATool, shuffled
-from tests.promises.training import WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
+from tests.promises.training import ROWS, WIDTH, Block, Module, Net, Outcome, assert_as_eager, loader, train, vectors
+from tests.strategies import backends
 from tests.sweep import MARK
-from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE, UNDER_A_MODE
+from trainer.guards.checks import CALLED_BESIDE, CHECKED_BEFORE, COPIES_CALLED, UNDER_A_MODE
 
 STRATEGIES: dict[str, Callable[[], list[Strategy]]] = {
     "regional": lambda: [Regional(backend="aot_eager")],
@@ -115,11 +114,7 @@ def test_a_tool_beside_a_training(strategy: str, tool: str, places: tuple[str, .
 
 
 def refusing(graph: GraphModule, inputs: Any) -> Any:
-    raise RuntimeError("this compiler takes no forward\nand says so in two lines")
-
-
-def refusing_backward() -> Any:
-    return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=refusing)
+    raise RuntimeError("this compiler compiles no forward\nand says so in two lines")
 
 
 class RefusesFrom:
@@ -149,22 +144,18 @@ class BreaksFrom:
         return call
 
 
-COMPILERS: dict[str, Callable[[], Any]] = {
-    "backward": refusing_backward,
-    "second graph": lambda: RefusesFrom(1),
-    "third graph": lambda: RefusesFrom(2),
-}
-
-
 @pytest.mark.parametrize("strategy", [Regional, Whole])
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_what_does_not_compile_runs_eager_and_is_named(compiler: str, strategy: Any) -> None:
-    made = COMPILERS[compiler]()
-    torch._dynamo.register_backend(made, name=(name := f"refusing_{id(made)}_{len(torch._dynamo.list_backends(()))}"))
+@pytest.mark.parametrize("graphs", [None, 1, 2], ids=["no backward", "one graph", "two graphs"])
+def test_what_does_not_compile_runs_eager_and_is_named(graphs: int | None, strategy: Any) -> None:
+    backends.register()
+    name = backends.BROKEN_BACKWARD
+    if graphs is not None:
+        made = RefusesFrom(graphs)
+        torch._dynamo.register_backend(made, name=(name := f"refusing_{id(made)}_{graphs}_{strategy.name}"))
     options = {"data": [torch.randn(rows, WIDTH) for rows in (8, 8, 8, 5, 5, 5, 8)], "validation": vectors(1)}
     seen = as_eager(Module, [strategy(backend=name)], **options)
     assert seen.record.eager_parts
-    assert any("takes no" in reason for reason in seen.record.eager_parts.values()), seen.record.eager_parts
+    assert any("compiles no" in reason for reason in seen.record.eager_parts.values()), seen.record.eager_parts
     assert any("eager" in line for line in seen.warned)
 
 
@@ -231,9 +222,10 @@ def test_jagged_batches_are_checked_and_compiled_once_for_all_lengths() -> None:
     assert (record.graphs, record.eager_parts, record.report["parity"]["checks"]) == (1, {}, 1)
 
 
-def test_blocks_that_another_thread_calls_are_named() -> None:
-    record = as_eager(CASES["CalledInAThread"].make, [Regional(backend="aot_eager")]).record
-    assert set(record.eager_parts.values()) == {CALLED_BESIDE}
+@pytest.mark.parametrize(("name", "why"), [("CalledInAThread", CALLED_BESIDE), ("ClonesItsBlocks", COPIES_CALLED)])
+def test_blocks_that_are_not_called_in_a_step_are_named(name: str, why: str) -> None:
+    record = as_eager(CASES[name].make, [Regional(backend="aot_eager")]).record
+    assert set(record.eager_parts.values()) == {why}
 
 
 def test_blocks_that_run_under_a_mode_alone_are_named() -> None:
@@ -259,23 +251,16 @@ def test_a_block_whose_place_alone_changes_is_still_compiled() -> None:
     assert [one for one in seen.warned if "no longer" in one] == ["net.blocks.0: no longer in the module"]
 
 
-def test_a_second_fit() -> None:
+@pytest.mark.parametrize("rows", [4, ROWS])
+def test_a_second_fit_says_of_the_same_shapes_that_they_were_checked_before(rows: int) -> None:
     def then(trainer: L.Trainer, module: Any) -> None:
         trainer.fit_loop.max_epochs = 3
-        trainer.fit(module, loader(vectors(6, rows=4, seed=5)))
+        trainer.fit(module, loader(vectors(6, rows=rows, seed=5)))
 
     for strategy in STRATEGIES.values():
-        as_eager(Module, strategy(), then=then)
-
-
-def test_a_second_fit_of_the_same_shapes_says_that_they_were_checked_before() -> None:
-    def then(trainer: L.Trainer, module: Any) -> None:
-        trainer.fit_loop.max_epochs = 3
-        trainer.fit(module, loader(vectors(6)))
-
-    record = as_eager(Module, [Regional(backend="aot_eager")], then=then).record
-    assert record is not None, "of the second one"
-    assert (record.regions_compiled, record.report["parity"]["reason"]) == (2, CHECKED_BEFORE)
+        record = as_eager(Module, strategy(), then=then).record  # of the second one
+        assert record.regions_compiled == record.regions
+        assert record.report["parity"].get("reason") == (CHECKED_BEFORE if rows == ROWS else None)
 
 
 def test_evaluation_alone() -> None:
@@ -363,17 +348,6 @@ def test_a_network_saved_whole_while_it_trains_is_loaded() -> None:
         seen.module.saved.seek(0)
         loaded = torch.load(seen.module.saved, weights_only=False)
         assert torch.equal(loaded(vectors(1)[0]), seen.module.net(vectors(1)[0]))
-
-
-def test_checkpoints_load_everywhere() -> None:
-    """Lightning's own checkpoints, of a training under strategies and of a plain one."""
-    for strategies in ([Regional(backend="aot_eager"), Optimizer(backend="aot_eager")], STRATEGIES["whole"]()):
-        eager, seen = train(Module, None), train(Module, strategies)
-        for one, other in ((eager, seen), (seen, eager)):
-            other.module.load_state_dict(one.module.state_dict())
-            states = [run.trainer.optimizers[0].state_dict() for run in (one, other)]
-            assert states[0]["param_groups"] == states[1]["param_groups"]
-            other.trainer.optimizers[0].load_state_dict(states[0])
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps, copy.copy])

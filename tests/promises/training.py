@@ -7,7 +7,7 @@ import math
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A stem, blocks, and a head of one number."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(blocks)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.report.records import record
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.published import RECORDS, SAME
@@ -141,7 +142,7 @@ def test_a_comparison_of_recorded_equal_arms_says_so_in_every_figure() -> None:
     assert wrong / compared <= 2 * AT_MOST, "few pairs: 5% of them, give or take"
 
 
-# ---- published records of one arm taken for two: docs/results/cpu.md ------------------------------------------------
+# ---- published records of one arm taken for two: docs/comparing.md --------------------------------------------------
 
 
 def false_calls(runs: Sequence[Run], pairs: int) -> tuple[int, int, int]:
@@ -174,7 +175,7 @@ def test_published_runs_of_one_arm_are_called_different_as_often_as_the_page_say
             assert called <= alone <= AT_MOST * of
         if file.stem == "same-cpu":
             rows = [f"| {pairs} | {of} | {called} | {alone} |" for pairs, (called, alone, of) in counts.items()]
-            assert "\n".join(rows) in (RECORDS.parent / "cpu.md").read_text(encoding="utf-8")
+            assert "\n".join(rows) in (ROOT / "docs" / "comparing.md").read_text(encoding="utf-8")
 
 
 def test_a_lasting_difference_between_runs_in_turns_is_called() -> None:

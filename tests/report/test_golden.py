@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
+from tests.conftest import STARTED
 from tests.report.records import ragged, static
 from tests.report.scenarios import (
     CELLS,
@@ -193,5 +195,6 @@ def test_a_terminal_shows_no_line_beyond_its_width() -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = STARTED
     for file in FILES:
         (GOLDEN / file).write_text(text_of(file), encoding="utf-8")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from scripts.report import main
+from tests.conftest import STARTED
 from tests.report.records import ragged, record, save, static
 from trainer.report.comparison import compare_runs as compare
 from trainer.report.runs import Run
@@ -257,5 +258,6 @@ def test_it_fits_a_phone_and_a_desk(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = STARTED
     with tempfile.TemporaryDirectory() as made:
         GOLDEN.write_text(text_of_pages(whole_page(Path(made) / "whole"), Path(made)), encoding="utf-8")

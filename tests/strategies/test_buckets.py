@@ -8,34 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import Buckets, Dynamic, Program, Ragged, Regional
+from strategies import Buckets, Program, Ragged, Regional
 from strategies.base import apply
 from tests.strategies import backends
 from tests.strategies.modules import Block
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"count": 0}, r"Buckets\(count=0\) must be at least 1"),
-        ({"multiple": 0}, r"Buckets\(multiple=0\) must be at least 1"),
-        ({"tokens_per_batch": 0}, r"Buckets\(tokens_per_batch=0\) must be at least 1"),
-        ({"on_recompile": "stop"}, r"Buckets\(on_recompile='stop'\) is not one of \('fail', 'warn'\)"),
-        ({"edges": [32, 16]}, r"Buckets\(edges=\[32, 16\]\) must be ascending and above 0"),
-        ({"edges": []}, r"Buckets\(edges=\[\]\) must be ascending and above 0"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Buckets(**options)
-
-
-@pytest.mark.parametrize("strategy", [Buckets(), Dynamic()], ids=lambda strategy: strategy.name)
-def test_nothing_declared_is_an_error_that_says_how(strategy: Buckets | Dynamic) -> None:
-    with pytest.raises(
-        ValueError, match=rf"compile.{strategy.name}: no tensor of the batch is declared ragged.*ragged="
-    ):
-        apply([strategy], Program(module=nn.Linear(1, 1)))
 
 
 def test_buckets_that_are_not_required_leave_themselves_out_and_say_so() -> None:

@@ -37,19 +37,31 @@ def epoch(batches: BucketBatchSampler, number: int = 0) -> list[PlannedBatch]:
     return list(batches)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("tokens", [None, 512])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_ranks_take_the_same_bucket_at_every_step_and_share_the_examples(replicas: int, tokens: int | None) -> None:
-    ranks = [sampler(rank, replicas, tokens=tokens) for rank in range(replicas)]
-    batches = [epoch(rank) for rank in ranks]
-    assert {len(mine) for mine in batches} == {len(ranks[0])}
-    for step in zip(*batches, strict=True):
-        assert len({batch.edge for batch in step}) == 1
-        assert {len(batch) for batch in step} == {ranks[0].batch_sizes[step[0].edge]}
-    taken = Counter(example for mine in batches for batch in mine for example in batch)
-    assert set(taken.values()) == {1}
-    assert len(taken) + ranks[0].left_out == 1000
-    assert ranks[0].left_out < min(ranks[0].batch_sizes.values()) * replicas
+def test_ranks_take_the_same_bucket_at_every_step_and_share_the_examples(
+    replicas: int, tokens: int | None, drop_last: bool
+) -> None:
+    ranks = [sampler(rank, replicas, tokens=tokens, examples=1003, drop_last=drop_last) for rank in range(replicas)]
+    of, first = lengths(1003), ranks[0]
+    for number in range(2):
+        batches = [epoch(rank, number) for rank in ranks]
+        assert {len(mine) for mine in batches} == {len(first)}
+        for step in zip(*batches, strict=True):
+            assert len({(batch.edge, len(batch)) for batch in step}) == 1
+            rows = first.batch_sizes[step[0].edge]
+            assert {len(batch) for batch in step} <= ({rows} if drop_last else {*first.rows_by_edge[step[0].edge]})
+            assert max(of[example] for batch in step for example in batch) <= step[0].edge
+        taken = Counter(example for mine in batches for batch in mine for example in batch)
+        assert len(taken) + first.left_out == 1003
+        if drop_last:
+            assert set(taken.values()) == {1}
+            assert first.left_out < min(first.batch_sizes.values()) * replicas
+        else:
+            assert first.left_out == 0
+            assert sum(taken.values()) - 1003 < replicas, "only what does not divide is repeated"
+            assert len({len(batch) for batch in batches[0][:-1] if batch.edge == batches[0][-1].edge}) == 1
 
 
 @pytest.mark.parametrize("short", [0, 3])
@@ -64,25 +76,6 @@ def test_what_is_left_out_rotates_through_all_examples(short: int) -> None:
     assert set(times) == set(range(83)), "28 epochs leave each example out"
     assert max(times.values()) <= 2
     assert {(len(batch), batch.edge) for batch in epoch(batches)} == {(8, 48)}
-
-
-@pytest.mark.parametrize("tokens", [None, 512])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_without_drop_last_every_example_is_trained_in_every_epoch(replicas: int, tokens: int | None) -> None:
-    ranks = [sampler(rank, replicas, tokens=tokens, examples=1003, drop_last=False) for rank in range(replicas)]
-    of = lengths(1003)
-    for number in range(2):
-        batches = [epoch(rank, number) for rank in ranks]
-        assert {len(mine) for mine in batches} == {len(ranks[0])}
-        for step in zip(*batches, strict=True):
-            assert len({(batch.edge, len(batch)) for batch in step}) == 1
-            assert {len(batch) for batch in step} <= {*ranks[0].rows_by_edge[step[0].edge]}
-            assert max(of[example] for batch in step for example in batch) <= step[0].edge
-        taken = Counter(example for mine in batches for batch in mine for example in batch)
-        assert len(taken) == 1003
-        assert len({len(batch) for batch in batches[0][:-1] if batch.edge == batches[0][-1].edge}) == 1
-        assert sum(taken.values()) - 1003 < replicas, "only what does not divide is repeated"
-    assert ranks[0].left_out == 0
 
 
 def test_each_epoch_has_an_order_of_its_own_that_seed_and_epoch_decide() -> None:
@@ -148,14 +141,9 @@ def test_what_is_padded_is_what_was_expected_and_within_two_percent_of_the_optim
     assert seen <= 0.22
 
 
-def test_shorter_buckets_have_more_examples_for_as_many_tokens() -> None:
-    sizes = batch_sizes((16, 100, 512, 4096), rows=None, tokens_per_batch=2048)
-    assert sizes == {16: 128, 100: 16, 512: 4, 4096: 1}
+def test_examples_beyond_the_last_edge_and_too_few_for_a_batch_are_errors() -> None:
     with pytest.raises(ValueError, match="no batch size; set tokens_per_batch"):
         batch_sizes((16,), rows=None, tokens_per_batch=None)
-
-
-def test_examples_beyond_the_last_edge_and_too_few_for_a_batch_are_errors() -> None:
     with pytest.raises(ValueError, match=r"1 of 3 training examples are longer than the last edge 16.* 17 positions"):
         BucketBatchSampler([4, 16, 17], {8: 1, 16: 1})
     with pytest.raises(ValueError, match="3 training examples make no batch of 2 on 2 devices"):

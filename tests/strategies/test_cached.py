@@ -218,13 +218,9 @@ def test_a_disk_that_is_full_or_read_only_costs_the_next_warm_start_only(
     assert list((tmp_path / "store").iterdir()) == []
 
 
-def test_a_bundle_larger_than_the_cap_is_not_stored(tmp_path: Path) -> None:
-    report = run(Cached(url=str(tmp_path / "store"), max_gib=1e-9), compiled="a")
-    assert "max_gib" in report["save_error"]
-
-
 def test_the_store_is_kept_under_its_cap(tmp_path: Path) -> None:
     run(Cached(url=str(tmp_path / "other")), compiled="a")
+    assert "max_gib" in run(Cached(url=str(tmp_path / "none"), max_gib=1e-9), compiled="a")["save_error"]
     url, size = str(tmp_path / "store"), sum(file.stat().st_size for file in (tmp_path / "other").iterdir())
     cap = 1.9 * size / 2**30
     assert run(Cached(url=url, max_gib=cap), compiled="a")["bundles_evicted"] == 0
@@ -257,24 +253,6 @@ def test_a_training_after_a_validation_has_a_session_of_its_own(tmp_path: Path) 
 
 
 # ---- configuration -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_gib": 0}, r"Cached\(max_gib=0\) must be above 0"),
-        ({"timeout_seconds": -1}, r"Cached\(timeout_seconds=-1\) must be above 0"),
-        ({"url": "ftp://me:hush@host/x"}, "must not hold credentials"),
-        ({"url": "simplecache::ftp://me:hush@host/x"}, "must not hold credentials"),
-        ({"url": "https://host/x?sig=hush"}, "must not hold credentials"),
-        ({"storage_options": {"secret": "hush"}}, r"storage_options\.secret must not hold credentials"),
-        ({"storage_options": {"client_kwargs": {"aws_secret_access_key": "hush"}}}, "must not hold credentials"),
-    ],
-)
-def test_wrong_options_are_refused_without_repeating_a_secret(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        Cached(**options)
-    assert "hush" not in str(caught.value)
 
 
 def test_what_this_machine_cannot_do_is_refused_before_any_work(

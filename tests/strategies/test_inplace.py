@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from strategies import STRATEGIES, Checkpointing, Program, Regional, Stage, Strategy, Whole
-from strategies.base import apply
+from strategies.base import apply, compiler_settings
 from strategies.regions import RECOMPILE_LIMIT, uncompile
 from tasks import Declaration
 from tests.strategies import backends
@@ -105,27 +105,14 @@ def test_a_module_whose_forward_is_torchs_own_is_really_compiled(kind: str, grap
     assert len(graphs) == 1
 
 
-class Stages(nn.Module):
-    """Blocks of one class and many widths, which share the limit on recompiles."""
-
-    def __init__(self, widths: list[int]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(width) for width in widths)
-
-    def forward(self, xs: list[Tensor]) -> Tensor:
-        return sum((layer(x).sum() for layer, x in zip(self.layers, xs, strict=True)), torch.zeros(()))
-
-
 def test_more_widths_than_torchs_own_recompile_limit_are_all_compiled(graphs: list[GraphModule]) -> None:
-    from strategies.base import compiler_settings
-
-    widths = list(range(4, 16))
-    module = Stages(widths)
-    program = Program(module=module, blocks=("layers",))
-    strategy = STRATEGIES["regional"](backend=backends.COUNTING, dynamic=False)  # type: ignore[call-arg]
-    apply([strategy], program)
+    """Blocks of one class share the limit."""
+    module = nn.ModuleList(Block(width) for width in range(4, 16))
+    program = Program(module=module)
+    apply([Regional(backend=backends.COUNTING, dynamic=False, blocks=[*map(str, range(12))], parts=[])], program)
     assert program.settings["recompile_limit"] == RECOMPILE_LIMIT
     in_force(program)
     with compiler_settings(program.settings):
-        module([torch.randn(2, width) for width in widths])
-    assert len(graphs) == len(widths) > 8
+        for block, width in zip(module, range(4, 16), strict=True):
+            block(torch.randn(2, width))
+    assert len(graphs) == 12 > 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from itertools import permutations
-from typing import Any
 
 import pytest
 from torch import nn
@@ -28,37 +27,6 @@ def modular(backend: str = COUNTING, **how: str) -> Modular:
 
 def regions_of(program: Program) -> list[str]:
     return [region.path for region in program.regions]
-
-
-def test_what_no_part_names_stays_eager_and_a_note_says_so(
-    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
-) -> None:
-    program = program_of(module, declared)
-    modular(decoder="regional").apply(program)
-    assert program.report["modular"] == {"decoder": regions_of(program)}
-    (note,) = program.notes
-    assert note.endswith("stay eager: net.encoder.blocks, net.encoder.embed, net.tail")
-
-
-@pytest.mark.parametrize(
-    ("key", "how", "paths"),
-    [
-        ("net", "whole", ["net"]),
-        ("embed", "whole", ["net.encoder.embed"]),
-        ("net.decoder", "whole", ["net.decoder"]),
-        ("net.decoder.blocks.1", "whole", ["net.decoder.blocks.1"]),
-        ("net.decoder.blocks.*", "whole", [f"net.decoder.blocks.{index}" for index in range(3)]),
-        ("net.*.blocks.[12]", "whole", [f"net.{half}coder.blocks.{n}" for half in ("en", "de") for n in (1, 2)]),
-        ("net.encoder.blocks", "regional", [f"net.encoder.blocks.{index}" for index in range(3)]),
-        ("encoder", "regional", [*(f"net.encoder.blocks.{index}" for index in range(3)), "net.encoder.embed"]),
-    ],
-)  # fmt: skip
-def test_a_part_is_a_declared_name_a_path_or_a_path_with_wildcards(
-    key: str, how: str, paths: list[str], module: nn.Module, declared: Declaration, graphs: list[GraphModule]
-) -> None:
-    program = program_of(module, declared)
-    Modular(parts={key: Part(how=how, backend=COUNTING)}).apply(program)
-    assert regions_of(program) == paths
 
 
 @pytest.mark.parametrize(
@@ -92,24 +60,6 @@ def test_what_cannot_be_compiled_as_asked_is_said_before_anything_is(
         with pytest.raises(ValueError, match=mirrored):
             strategy.apply(program_of(module, declared))
     assert not any(child._compiled_call_impl for child in module.modules())
-
-
-@pytest.mark.parametrize(
-    ("part", "complaint"),
-    [
-        ({"how": "rigional"}, r"Modular\(parts={'encoder': {'how': 'rigional'}}\) is not one of \('whole', 'reg"),
-        ({"mode": "fastest"}, r"Modular\(parts={'encoder': {'mode': 'fastest'}}\) is not one of"),
-        ({"fulgraph": True}, r"parts\.encoder\.fulgraph is not an option; near: fullgraph"),
-        ({"fullgraph": "maybe"}, r"Modular\(parts={'encoder': {'fullgraph': 'maybe'}}\) is not bool"),
-        ({"dynamic": 1}, r"Modular\(parts={'encoder': {'dynamic': 1}}\) is not bool or null"),
-        ({"options": [1]}, r"Modular\(parts={'encoder': {'options': \[1\]}}\) is not dict"),
-        ({"blocks": {"how": "whole"}}, r"for the path encoder\.blocks write '\+compile\.modular\.parts=\{encoder\.blo"),
-        ("whole", r"Modular\(parts={'encoder': 'whole'}\) is not a Part: write Part\(how='whole'\)"),
-    ],
-)  # fmt: skip
-def test_a_parts_fields_are_checked_by_name_and_type(part: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        Modular(parts={"encoder": part})
 
 
 def test_a_bare_off_in_yaml_is_read_as_off() -> None:

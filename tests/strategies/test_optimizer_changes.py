@@ -4,7 +4,6 @@ torch's own."""
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,30 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from strategies import Optimizer, Program
-from strategies.optimizer.calls import FUNCTIONS
 from strategies.optimizer.step import OwnStep, graphed, install, installed
 from strategies.region import Checking
 from tests.strategies import backends
 from tests.strategies.modules import Block, Stack
-from tests.strategies.test_optimizer import OPTIMIZERS, Both, Made, adamw
+from tests.strategies.test_optimizer import OPTIMIZERS, OTHERS, Both, Made, adamw
 from tests.sweep import some
 
 STATEFUL = {name: OPTIMIZERS[name] for name in ("AdamW", "AdamW fused", "SGD", "SGD nesterov")}
 
 
-def on_both(both: Both, change: Callable[[Any, Made], None]) -> None:
+def on_both(both: Both, change: Callable[[Any, Made], Any]) -> None:
     for module, optimizer in both:
         change(module, optimizer)
 
 
-def resized(module: Any, rows: int) -> None:
-    """As for new classes, or a smaller vocabulary."""
-    head = module.head
-    head.weight.grad = head.bias.grad = None
-    old_rows = min(rows, len(head.bias))
-    weight, bias = torch.zeros(rows, 8, dtype=head.weight.dtype), torch.zeros(rows, dtype=head.weight.dtype)
-    weight[:old_rows], bias[:old_rows] = head.weight.data[:old_rows], head.bias.data[:old_rows]
-    head.weight.data, head.bias.data = weight, bias
+class Scaled(Stack):
+    """With a scalar and a parameter that is not contiguous."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.ModuleList([Block() for _ in range(2)]))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.mixed = nn.Parameter(torch.randn(8, 8).t())
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return super().forward(x_BD @ self.mixed) * self.scale
 
 
 def without_state(module: Any, optimizer: Made) -> None:
@@ -44,69 +45,109 @@ def without_state(module: Any, optimizer: Made) -> None:
         optimizer.state.pop(parameter, None)
 
 
-@pytest.mark.usefixtures("graphs")
-def test_layers_exchanged_between_groups_take_the_rates_of_their_groups() -> None:
-    def two_rates(given: Iterable[Any]) -> Made:
-        given = list(given)
-        return torch.optim.AdamW([{"params": given[:8], "lr": 1e-2}, {"params": given[8:], "lr": 1e-4}])
-
-    def exchange(module: Any, optimizer: Made) -> None:
-        first, second = optimizer.param_groups
-        first["params"][2], second["params"][1] = second["params"][1], first["params"][2]
-        first["params"][4:8], second["params"][2:6] = second["params"][2:6], first["params"][4:8]
-
-    both = Both(two_rates)
-    both.train(3)
-    on_both(both, exchange)
-    looked = both.update.looked
-    both.train(3)
-    both.are_alike()
-    assert both.update.looked == looked + 1
+def exchanged(module: Any, optimizer: Made) -> None:
+    """Layers take the rates of other groups."""
+    first, second = optimizer.param_groups
+    first["params"][2], second["params"][1] = second["params"][1], first["params"][2]
+    first["params"][4:8], second["params"][2:6] = second["params"][2:6], first["params"][4:8]
 
 
-def tied(module: Any, optimizer: Made) -> None:
+def replaced(module: Any, optimizer: Made) -> None:
+    torch.manual_seed(5)
+    old, module.head = module.head, nn.Linear(8, 3)
+    gone = set(map(id, old.parameters()))
+    for group in optimizer.param_groups:
+        group["params"] = [one for one in group["params"] if id(one) not in gone]
+    optimizer.param_groups[0]["params"] += module.head.parameters()
+    for parameter in old.parameters():
+        optimizer.state.pop(parameter, None)
+
+
+def added(module: Any, optimizer: Made) -> None:
+    torch.manual_seed(6)
+    module.extra = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(module.extra.parameters())})
+
+
+def resized(module: Any, optimizer: Made) -> None:
+    """As for new classes."""
+    head, rows = module.head, len(module.head.bias)
+    head.weight.grad = head.bias.grad = None
+    weight, bias = torch.zeros(rows + 2, 8), torch.zeros(rows + 2)
+    weight[:rows], bias[:rows] = head.weight.data, head.bias.data
+    head.weight.data, head.bias.data = weight, bias
+    without_state(module, optimizer)
+
+
+def moved(module: Any, optimizer: Made) -> None:
+    """Weights lie elsewhere, two of them in one place."""
+    module.stem.weight.data = module.stem.weight.data.t().clone().t()
+    module.stem.bias.data = module.stem.bias.data * 0.5
     module.layers[1].linear.weight.data = module.layers[0].linear.weight.data
 
 
-CHANGES: dict[str, Callable[[Any, Made], None]] = {
-    "parameters change places": lambda module, optimizer: optimizer.param_groups[0]["params"].reverse(),
-    "one count is set back": lambda module, optimizer: optimizer.state[module.head.bias]["step"].zero_(),
-    "weights share their memory": tied,
-}
+def zeroed(module: Any, optimizer: Made) -> None:
+    """In place, as a loop restores a state that keeps tensors by identity."""
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+def set_back(module: Any, optimizer: Made) -> None:
+    """The count of one."""
+    if "step" in optimizer.state.get(module.head.bias, {}):
+        optimizer.state[module.head.bias]["step"].zero_()
+
+
+def scheduled(module: Any, optimizer: Made) -> None:
+    group = optimizer.param_groups[-1]
+    group.update({"lr": 0.5 * group["lr"], **({"betas": (0.8, 0.99)} if "betas" in group else {})})
+    group.update({"weight_decay": 0.01} if group.get("weight_decay") else {})
+
+
+KEPT: dict[int, dict[str, Any]] = {}
+"""States by optimizer."""
+CHANGES: list[Callable[[Any, Made], Any]] = [
+    lambda module, optimizer: optimizer.load_state_dict(KEPT[id(optimizer)]),
+    without_state,
+    lambda module, optimizer: optimizer.state.clear(),
+    set_back,
+    scheduled,
+    exchanged,
+    lambda module, optimizer: optimizer.param_groups[0]["params"].reverse(),
+    lambda module, optimizer: module.layers[0].requires_grad_(False),
+    replaced,
+    added,
+    lambda module, optimizer: module.requires_grad_(True),
+    resized,
+    moved,
+    zeroed,
+]
+EVERY = {**STATEFUL, **{name: make for name, (make, form, _) in OTHERS.items() if form != "eager"}}
+SLOW = some([pytest.param(name, marks=pytest.mark.slow) for name in EVERY if name not in STATEFUL], every=3)
 
 
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_between_two_steps_is_followed(change: Callable[[Any, Made], None]) -> None:
-    both = Both(adamw)
-    both.train(3)
-    on_both(both, change)
-    both.train(3)
-    both.are_alike()
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("name", [*STATEFUL, *SLOW])
+def test_whatever_changes_between_two_steps_is_followed(name: str, part: int) -> None:
+    def two_rates(given: Iterable[Any]) -> Made:
+        given = list(given)
+        return EVERY[name]([{"params": given[:8]}, {"params": given[8:], "lr": 1e-4}])
 
-
-@pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL)
-def test_a_state_that_is_loaded_or_reset_is_gone_on_from(make: Any) -> None:
-    both = Both(make)
+    both = Both(two_rates, Scaled)
     both.train(2)
-    kept = [copy.deepcopy(optimizer.state_dict()) for optimizer in both.optimizers]
-    both.train(2)
-    for optimizer, state in zip(both.optimizers, kept, strict=True):
-        optimizer.load_state_dict(state)
-    both.train(2)
-    on_both(both, without_state)
-    both.train(2)
-    for optimizer in both.optimizers:  # in place, as a loop restores it that keeps tensors by identity
-        for entry in optimizer.state.values():
-            for value in entry.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
-    both.train(2)
-    on_both(both, lambda module, optimizer: optimizer.state.clear())
-    both.train(3)
-    both.are_alike()
-    assert both.update.state == "compiled"
+    KEPT.update({id(optimizer): copy.deepcopy(optimizer.state_dict()) for optimizer in both.optimizers})
+    for change in CHANGES[part::3]:
+        both.train(2)
+        on_both(both, change)
+        looked = both.update.looked
+        both.train(3)
+        both.are_alike(rtol=1e-4, atol=1e-5)
+        assert both.update.state == "compiled"
+        assert change is not exchanged or both.update.looked == looked + 1
+    assert installed(both.optimizers[1]) is both.update
 
 
 @pytest.mark.usefixtures("graphs")
@@ -336,130 +377,6 @@ def test_what_was_to_be_captured_and_fails_is_captured_as_torchs_own_step() -> N
     assert isinstance(graphed(both.optimizers[1]), OwnStep)
     both.train(2)
     both.are_alike()
-
-
-# ---- many small set-ups ----------------------------------------------------------------------------------------------
-
-KINDS: list[tuple[Any, Callable[[random.Random], dict[str, Any]]]] = [
-    (
-        torch.optim.AdamW,
-        lambda draw: {
-            "lr": draw.choice([1e-2, 1e-3]),
-            "betas": draw.choice([(0.9, 0.999), (0.8, 0.95)]),
-            "amsgrad": draw.random() < 0.3,
-            "maximize": draw.random() < 0.2,
-            "foreach": draw.choice([None, True, False]),
-        },
-    ),
-    (torch.optim.Adam, lambda draw: {"lr": 1e-3, "weight_decay": draw.choice([0.0, 0.1]), "eps": 1e-6}),
-    (
-        torch.optim.SGD,
-        lambda draw: {
-            "lr": 1e-2,
-            "momentum": (momentum := draw.choice([0.0, 0.9])),
-            "nesterov": momentum > 0 and draw.random() < 0.5,
-            "weight_decay": draw.choice([0.0, 0.1]),
-            "foreach": draw.choice([None, True, False]),
-        },
-    ),
-    (torch.optim.RMSprop, lambda draw: {"momentum": draw.choice([0.0, 0.9]), "centered": draw.random() < 0.5}),
-    (torch.optim.RAdam, lambda draw: {"decoupled_weight_decay": draw.random() < 0.5, "weight_decay": 0.1}),
-    (torch.optim.Adamax, lambda draw: {}),
-    (torch.optim.Rprop, lambda draw: {}),
-    (torch.optim.Adadelta, lambda draw: {}),
-    (torch.optim.NAdam, lambda draw: {}),
-    (torch.optim.Adagrad, lambda draw: {"lr_decay": draw.choice([0.0, 0.1])}),
-    (torch.optim.ASGD, lambda draw: {"t0": draw.choice([3, 1e6])}),
-]
-
-
-class Scaled(Stack):
-    """With a scalar and a parameter that is not contiguous."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__(nn.ModuleList([Block() for _ in range(blocks)]))
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.mixed = nn.Parameter(torch.randn(8, 8).t())
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return super().forward(x_BD @ self.mixed) * self.scale
-
-
-def change(draw: random.Random, module: Any, optimizer: Made) -> None:
-    what = draw.randrange(14)
-    if what == 0:
-        optimizer.param_groups[-1]["lr"] *= 0.5
-    elif what == 1:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    elif what == 2:
-        module.layers[0].requires_grad_(draw.random() < 0.5)
-    elif what == 3:
-        torch.manual_seed(5)
-        old, module.head = module.head, nn.Linear(8, draw.randrange(1, 5)).to(module.stem.weight.dtype)
-        gone = set(map(id, old.parameters()))
-        group = optimizer.param_groups[0]
-        group["params"] = [one for one in group["params"] if id(one) not in gone] + list(module.head.parameters())
-        for parameter in old.parameters():
-            optimizer.state.pop(parameter, None)
-    elif what == 4:
-        torch.manual_seed(6)
-        module.extra = nn.Linear(2, 2)
-        optimizer.add_param_group({"params": list(module.extra.parameters())})
-    elif what == 5 and len(optimizer.param_groups[-1]["params"]) > 1:
-        optimizer.param_groups[0]["params"].append(optimizer.param_groups[-1]["params"].pop())
-    elif what == 6:
-        optimizer.state.pop(module.stem.weight, None)
-    elif what == 7:
-        optimizer.param_groups[0]["weight_decay"] = draw.choice([0.0, 0.01, 0.1])
-    elif what == 8:
-        resized(module, draw.randrange(1, 6))
-        without_state(module, optimizer)
-    elif what == 9:
-        module.stem.weight.data = module.stem.weight.data.t().clone().t()
-        module.stem.bias.data = module.stem.bias.data * 0.5
-    elif what == 10 and "betas" in optimizer.param_groups[0]:
-        optimizer.param_groups[0]["betas"] = (draw.choice([0.8, 0.9]), 0.99)
-    elif what == 11 and not isinstance(optimizer, torch.optim.ASGD | torch.optim.Adagrad | torch.optim.NAdam):
-        optimizer.param_groups[0].update(lr=torch.tensor(float(optimizer.param_groups[0]["lr"])), foreach=None)
-    elif what == 12:
-        for parameter in module.parameters():
-            parameter.requires_grad_(draw.random() < 0.7)
-        module.stem.weight.requires_grad_(True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", some(range(len(KINDS)), every=3))
-def test_whatever_a_training_does_weights_and_state_are_torchs(seed: int) -> None:
-    draw = random.Random(seed)
-    kind, options = KINDS[seed % len(KINDS)]
-    chosen, blocks = options(draw), draw.randrange(1, 4)
-    double = draw.random() < 0.3 and kind.__name__.lower() in FUNCTIONS
-    split = draw.random() < 0.5
-
-    def module() -> nn.Module:
-        torch.manual_seed(seed)
-        made = Scaled(blocks)
-        return made.double() if double else made
-
-    def make(given: Iterable[Any]) -> Made:
-        given = list(given)
-        if not split:
-            return kind(given, **chosen)
-        vectors = {"params": [p for p in given if p.ndim < 2], "weight_decay": 0.0}
-        return kind([{"params": [p for p in given if p.ndim > 1]}, vectors], **chosen)
-
-    both = Both(make, module, backend=draw.choice(["eager", "aot_eager"]))
-    for step in range(14):
-        state = draw.getstate()
-        for each, optimizer in both:
-            draw.setstate(state)
-            if step % 2 and step > 2:
-                change(draw, each, optimizer)
-        both.train(1, seed=step)
-        both.are_alike(rtol=1e-4, atol=1e-5)
-    assert not both.update.reason, both.update.reason
-    assert both.update.looked
-    assert installed(both.optimizers[1]) is both.update
 
 
 @pytest.mark.slow

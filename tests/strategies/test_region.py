@@ -39,7 +39,7 @@ class Counted(Block):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            type(self).eager_calls += 1
+            Counted.eager_calls += 1
         return super().forward(x_BD)
 
 
@@ -74,6 +74,16 @@ def region(program: Program, place: int = 0) -> Region:
     return program.regions[place]
 
 
+def ran_eager(program: Program, call: Callable[[], Any]) -> bool:
+    """Whether a step of this call, with its backward where it has one, ran the user's code."""
+    Counted.eager_calls = 0
+    with one_step(program):
+        result = call()
+        if result.requires_grad:
+            result.sum().backward()
+    return bool(Counted.eager_calls)
+
+
 # ---- states and steps ------------------------------------------------------------------------------------------------
 
 
@@ -93,28 +103,19 @@ def test_the_first_call_is_checked_and_runs_eager_the_next_step_is_compiled() ->
         assert region(program).state is State.CHECKING, "states change between steps"
     assert [(one.path, one.outcome.error, one.outcome.wrong) for one in found] == [("0", None, [])]
     assert region(program).state is State.COMPILED
-    calls = Counted.eager_calls
-    assert calls == 1, "what the check's own runs count is put back"
+    assert Counted.eager_calls == 1, "what the check's own runs count is put back"
     with one_step(program):
         torch.testing.assert_close(block(x_BD), result)
-    assert Counted.eager_calls == calls
+    assert Counted.eager_calls == 1
+    with eager(program):
+        block(x_BD)
+    assert Counted.eager_calls == 2
     assert len(found) == 1
     assert program.eager_parts == {}
 
 
-def test_unchecked_it_is_compiled_at_its_first_call() -> None:
-    block = Counted()
-    program = compiled(block)
-    program.checking.mode = "off"
-    found = checks_of(program)
-    with one_step(program):
-        block(torch.randn(3, 8)).sum().backward()
-    assert (Counted.eager_calls, found) == (0, [])
-
-
 def test_training_evaluation_and_no_gradients_are_each_checked() -> None:
-    block = Counted()
-    program, x_BD = compiled(block), torch.randn(3, 8)
+    program, x_BD = compiled(block := Counted()), torch.randn(3, 8)
     found = checks_of(program)
     for training, gradients in ((True, True), (False, False), (True, False), (True, True)):
         block.train(training)
@@ -126,19 +127,14 @@ def test_training_evaluation_and_no_gradients_are_each_checked() -> None:
 @torch._dynamo.config.patch(recompile_limit=64)  # as in a run
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_signatures_beyond_the_first_ones_that_need_code_of_their_own_are_checked(dynamic: bool) -> None:
-    block = Counted()
-    program = compiled(block, dynamic=dynamic)
+    program = compiled(block := Counted(), dynamic=dynamic)
     found = checks_of(program)
     for rows in range(2, 2 + MAX_CHECKED):
-        with one_step(program):
-            block(torch.randn(rows, 8)).sum().backward()
+        ran_eager(program, lambda rows=rows: block(torch.randn(rows, 8)))
     block.double()
-    for ran_eager in (True, False, False):
-        before, checked = Counted.eager_calls, len(found)
-        with one_step(program):
-            block(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
-        assert (Counted.eager_calls > before) is ran_eager
-    assert len(found) == checked == MAX_CHECKED + 1
+    x_BD = torch.randn(2, 8, dtype=torch.float64)
+    assert [ran_eager(program, lambda: block(x_BD)) for _ in range(3)] == [True, False, False]
+    assert len(found) == MAX_CHECKED + 1
 
 
 # ---- code that is missing for a call of a proven shape ---------------------------------------------------------------
@@ -180,14 +176,14 @@ def test_code_for_another_number_is_compared_with_eager_before_it_trains(breaks:
         block.scale = Fault.scale = scale
         result, gradients = plain_gradients(block, x_BD)
         block.zero_grad()
-        Scaled.eager_calls = 0
+        Counted.eager_calls = 0
         with one_step(program):
             seen = block(x_BD)
             seen.square().sum().backward()
         torch.testing.assert_close(seen, result, msg=f"step {step}")
         for one, other in zip(block.parameters(), gradients, strict=True):
             torch.testing.assert_close(one.grad, other)
-        assert Scaled.eager_calls == (step not in (1, 2)), "the user's code runs once, or as a graph"
+        assert Counted.eager_calls == (step not in (1, 2)), "the user's code runs once, or as a graph"
     assert region(program).state is State.FAILED
     assert [one.audit for one in found] == [False] * 3, "it never trained"
     (kind,) = program.kinds.values()
@@ -199,14 +195,11 @@ def test_code_for_another_number_is_compared_with_eager_before_it_trains(breaks:
 def test_right_code_for_another_number_runs_from_the_next_step_on(breaks: bool) -> None:
     block, x_BD = Scaled(breaks=breaks), torch.randn(3, 8)
     program = compiled(block, fullgraph=not breaks)
-    found, ran_eager = checks_of(program), []
+    found, seen = checks_of(program), []
     for block.scale in (1, 1, 2, 2, 2, 1, 2):
-        Scaled.eager_calls = 0
-        with one_step(program):
-            block(x_BD).sum().backward()
-        ran_eager.append(bool(Scaled.eager_calls))
+        seen.append(ran_eager(program, lambda: block(x_BD)))
     # Behind a break the first part of the call has run when code is missing: the next call is the one to be checked.
-    assert ran_eager == [True, False, True, breaks, False, False, False]
+    assert seen == [True, False, True, breaks, False, False, False]
     assert [one.audit for one in found] == [False, False]
     assert region(program).state is State.COMPILED
 
@@ -220,8 +213,7 @@ def test_a_number_that_never_settles_is_checked_a_few_times_and_runs_eager_with_
     program = compiled(block, fullgraph=not breaks, dynamic=False)
     found = checks_of(program)
     for block.scale in range(2, 30):
-        with one_step(program):
-            block(x_BD).sum().backward()
+        ran_eager(program, lambda: block(x_BD))
     assert len(found) == 5
     assert program.eager_parts["0"] == NEVER_SETTLES
 
@@ -236,13 +228,9 @@ class ReadsGradient(Counted):
 def test_code_that_copies_of_the_arguments_do_not_need_is_compiled_and_audited() -> None:
     block, x_BD = ReadsGradient(), torch.randn(3, 8, requires_grad=True)
     program = compiled(block)
-    found, ran_eager = checks_of(program), []
-    for _ in range(6):
-        ReadsGradient.eager_calls = 0
-        with one_step(program):
-            block(x_BD).sum().backward()
-        ran_eager.append(bool(ReadsGradient.eager_calls))
-    assert ran_eager == [True, True, False, True, False, False]
+    found = checks_of(program)
+    seen = [ran_eager(program, lambda: block(x_BD)) for _ in range(6)]
+    assert seen == [True, True, False, True, False, False]
     assert [one.audit for one in found] == [False, False, True]
 
 
@@ -256,14 +244,14 @@ class Branches(Counted):
 def test_a_branch_that_the_next_call_does_not_take_is_compiled_when_it_comes_again() -> None:
     block, up = Branches(), torch.ones(3, 8)
     program = compiled(block, fullgraph=False)
-    found, ran_eager = checks_of(program), []
+    found, seen = checks_of(program), []
     for sign in (1, 1, -1, 1, 1, -1, 1, -1, 1, -1):
         expected, _ = plain_gradients(block, up * sign)
-        Branches.eager_calls = 0
+        Counted.eager_calls = 0
         with one_step(program):
             torch.testing.assert_close(block(up * sign), expected)
-        ran_eager.append(bool(Branches.eager_calls))
-    assert ran_eager == [True, False, True, True, False, False, True, False, False, False]
+        seen.append(bool(Counted.eager_calls))
+    assert seen == [True, False, True, True, False, False, True, False, False, False]
     assert [one.audit for one in found] == [False, False, True]
 
 
@@ -282,29 +270,17 @@ def in_inference_mode(block: nn.Module) -> Any:
 @pytest.mark.parametrize("call", [without_gradients, in_inference_mode])
 def test_copies_are_of_the_kind_that_the_arguments_are(call: Callable[[nn.Module], Any]) -> None:
     """Else code is compiled for copies, and the call needs other code."""
-    block = Counted()
-    program, before = compiled(block), torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for ran_eager in (1, 0, 0):
-        Counted.eager_calls = 0
-        with one_step(program):
-            call(block)
-        assert Counted.eager_calls == ran_eager
+    program, before = compiled(block := Counted()), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert [ran_eager(program, lambda: call(block)) for _ in range(3)] == [True, False, False]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
 def test_sizes_that_are_marked_are_so_in_a_check() -> None:
-    block = Counted()
-    program, found, before = compiled(block), [], torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    program, before = compiled(block := Counted()), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for rows in (3, 5, 7):
         x_BD = torch.randn(rows, 8)
         torch._dynamo.mark_dynamic(x_BD, 0)
-        Counted.eager_calls = 0
-        with one_step(program):
-            block(x_BD).sum().backward()
-        with one_step(program):
-            block(x_BD).sum().backward()
-        found.append(Counted.eager_calls)
-    assert found == [1, 1, 1]
+        assert [ran_eager(program, lambda x_BD=x_BD: block(x_BD)) for _ in range(2)] == [True, False]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
@@ -354,27 +330,6 @@ def test_a_difference_that_shows_once_is_forgotten() -> None:
 
 
 # ---- where a module is plain -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def proven() -> tuple[Program, Counted]:
-    """A region that runs compiled, within a step."""
-    block = Counted()
-    program = compiled(block)
-    for _ in range(2):
-        with one_step(program):
-            block(torch.randn(3, 8))
-    assert region(program).state is State.COMPILED
-    Counted.eager_calls = 0
-    program.activate(True)
-    return program, block
-
-
-def test_within_eager_nothing_of_it_runs(proven: tuple[Program, Counted]) -> None:
-    program, block = proven
-    with eager(program):
-        block(torch.randn(3, 8))
-    assert Counted.eager_calls == 1
 
 
 def test_a_block_within_the_forward_of_another_region_is_its_part() -> None:

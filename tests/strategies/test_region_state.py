@@ -25,7 +25,9 @@ HISTORY: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
-def in_a_training() -> Iterator[None]:
+def in_a_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In which little is copied."""
+    monkeypatch.setattr(region_state, "MOST_BYTES", 16_384)
     TABLE.clear()
     HISTORY.clear()
     with compiler_settings({}):
@@ -87,10 +89,7 @@ def of_torch() -> Any:
 
 
 @pytest.mark.parametrize("made", [of_numpy, of_torch])
-def test_what_is_too_large_to_be_copied_and_only_read_holds_up_nothing(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(region_state, "MOST_BYTES", 16_384)
+def test_what_is_too_large_to_be_copied_and_only_read_holds_up_nothing(made: Any) -> None:
     TABLE["large"] = made()
     state = RegionState(Reads())
     assert [str(one) for one in state.large] == ["TABLE.large (0 MiB)"]
@@ -103,24 +102,20 @@ def test_what_is_too_large_to_be_copied_and_only_read_holds_up_nothing(
 
 
 @pytest.mark.parametrize("made", [of_numpy, of_torch])
-def test_what_is_too_large_to_be_copied_and_written_to_is_named_and_never_advanced_twice(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(region_state, "MOST_BYTES", 16_384)
+def test_what_is_too_large_to_be_copied_and_written_to_is_named_and_never_advanced_twice(made: Any) -> None:
     TABLE["large"] = made()
     program = stepped(Writes())
     assert float(TABLE["large"][0]) == 1 + 4
     assert "its forward changes TABLE.large (0 MiB), too large to be copied" in program.eager_parts["0"]
 
 
-def test_what_begins_to_be_written_to_later_is_found_when_it_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_begins_to_be_written_to_later_is_found_when_it_is_checked_again() -> None:
     class WritesLater(Reads):
         def forward(self, x_BD: Tensor) -> Tensor:
             if len(x_BD) > 2:
                 TABLE["large"][:8] += 1
             return super().forward(x_BD)
 
-    monkeypatch.setattr(region_state, "MOST_BYTES", 16_384)
     TABLE["large"] = of_torch()
     module = WritesLater()
     program = stepped(module)
@@ -130,26 +125,23 @@ def test_what_begins_to_be_written_to_later_is_found_when_it_is_checked_again(mo
     assert "too large to be copied" in program.eager_parts["0"]
 
 
-def test_a_large_list_that_a_forward_lengthens_is_as_long_as_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    HISTORY.extend(range(1000))
-    monkeypatch.setattr(region_state, "MOST_BYTES", 1000)
-    assert RegionState(Remembers()).may_change == ["HISTORY (list, 1,000 entries)"]
+def test_a_large_list_that_a_forward_lengthens_is_as_long_as_in_eager() -> None:
+    HISTORY.extend(range(10_000))
+    assert RegionState(Remembers()).may_change == ["HISTORY (list, 10,000 entries)"]
     program = stepped(Remembers())
-    assert len(HISTORY) == 1004
+    assert len(HISTORY) == 10_004
     assert program.eager_parts == {}, "the compiler says that it changes, and it is copied then"
 
 
-def test_where_the_compiler_does_not_see_all_the_region_runs_eager_and_names_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    HISTORY.extend(range(1000))
-    monkeypatch.setattr(region_state, "MOST_BYTES", 1000)
+def test_where_the_compiler_does_not_see_all_the_region_runs_eager_and_names_it() -> None:
+    HISTORY.extend(range(10_000))
     program = stepped(Prints())
-    assert len(HISTORY) == 1004
-    assert "its forward may change HISTORY (list, 1,000 entries)" in program.eager_parts["0"]
+    assert len(HISTORY) == 10_004
+    assert "its forward may change HISTORY (list, 10,000 entries)" in program.eager_parts["0"]
 
 
 def test_no_more_objects_are_followed_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_state, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(region_state, "MOST_OBJECTS", 100)
     HISTORY.extend(Thing() for _ in range(1000))
     HISTORY[0].inner = HISTORY  # a circle
@@ -202,8 +194,7 @@ def test_what_a_small_container_holds_is_among_what_a_run_has_left(held: Any, ch
     assert state.left() == before
 
 
-def test_files_and_arrays_that_nobody_writes_to_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_state, "MOST_BYTES", 16_384)
+def test_files_and_arrays_that_nobody_writes_to_are_not_copied(tmp_path: Path) -> None:
     file = numpy.memmap(tmp_path / "file", numpy.float64, "w+", shape=(100_000,))
     fixed = numpy.ones(100_000)
     fixed.flags.writeable = False
@@ -213,8 +204,7 @@ def test_files_and_arrays_that_nobody_writes_to_are_not_copied(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("place", [0, 5000, 99_999])
-def test_a_number_that_changes_in_a_large_array_is_seen(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_state, "MOST_BYTES", 16_384)
+def test_a_number_that_changes_in_a_large_array_is_seen(place: int) -> None:
     TABLE.update(numpy=numpy.zeros(100_000, numpy.float32), torch=torch.zeros(50_000, 2).t())
     by_name = {one.name: one for one in RegionState(Reads()).large}
     assert list(by_name) == ["TABLE.numpy", "TABLE.torch"]

@@ -3,91 +3,91 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from strategies import Program, Regional, Whole
+from strategies import Modular, Part, Program, Regional, Strategy, Whole
 from tasks import Declaration
 from tests.strategies import backends
-from tests.strategies.conftest import Batch, in_force, loss_and_gradients
-from tests.strategies.modules import Block, Holder, Stack
+from tests.strategies.conftest import in_force
+from tests.strategies.modules import Block, Stack
 
 
 def program_of(module: nn.Module, declared: Declaration) -> Program:
     return Program(module=module, whole=declared.whole, blocks=declared.blocks, parts=declared.parts)
 
 
-def test_the_regions_are_every_block_and_every_part(
-    module: nn.Module, declared: Declaration, graphs: list[GraphModule]
+DECODER, ENCODER = ([f"net.{half}.blocks.{index}" for index in range(3)] for half in ("decoder", "encoder"))
+PARTS = ["net.encoder.embed", "net.tail"]
+UNNAMED = "stay eager: net.encoder.blocks, net.encoder.embed, net.tail"
+LINEAR = partial(nn.Linear, 8, 8)
+
+
+def modular(key: str, how: str = "whole") -> Modular:
+    return Modular(parts={key: Part(how=how, backend="eager")})
+
+
+REGIONS: dict[str, tuple[Strategy, list[str], str]] = {
+    "all that is declared": (Regional(), [*ENCODER, *DECODER, *PARTS], ""),
+    "what the user names": (Regional(blocks=["net.decoder.blocks", "net.tail"], parts=[]), [*DECODER, "net.tail"], ""),
+    "a whole": (modular("net"), ["net"], ""),
+    "a declared part": (modular("embed"), ["net.encoder.embed"], ""),
+    "a path": (modular("net.decoder"), ["net.decoder"], ""),
+    "a block": (modular("net.decoder.blocks.1"), ["net.decoder.blocks.1"], ""),
+    "blocks": (modular("net.decoder.blocks.*"), DECODER, ""),
+    "blocks of halves": (modular("net.*.blocks.[12]"), [*ENCODER[1:], *DECODER[1:]], ""),
+    "repeated blocks": (modular("net.encoder.blocks", "regional"), ENCODER, ""),
+    "a half": (modular("encoder", "regional"), [*ENCODER, "net.encoder.embed"], ""),
+    "the other half": (modular("decoder", "regional"), DECODER, UNNAMED),
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_are_what_is_declared_or_named(name: str, module: nn.Module, declared: Declaration) -> None:
+    strategy, paths, note = REGIONS[name]
+    strategy.apply(program := program_of(module, declared))
+    assert [region.path for region in program.regions] == paths
+    assert note in " ".join(program.notes)
+    kinds = {"net.encoder.blocks.1": "EncoderBlock", "net.decoder.blocks.2": "DecoderBlock", "net.tail": "ScoringTail"}
+    assert all(kinds.get(one.path, one.kind) == one.kind for one in program.regions)
+
+
+@pytest.mark.parametrize(
+    ("made", "parts", "regions", "kinds", "note"),
+    [
+        (Block, (), ["layers.0", "layers.1"], 1, "regional: found repeated blocks in layers"),
+        (Block, (), ["layers.0", "layers.1"], 1, "no part beside the blocks"),
+        (LINEAR, ("stem", "head"), ["stem", "head"], 2, "regional: no repeated blocks here; compiled stem, head alone"),
+        (LINEAR, (), ["stem", "layers.0", "layers.1", "head"], 3, ""),
+    ],
+)
+def test_blocks_are_found_and_the_user_is_told(
+    made: Callable[[], nn.Module],
+    parts: tuple[str, ...],
+    regions: list[str],
+    kinds: int,
+    note: str,
+    graphs: list[GraphModule],
 ) -> None:
-    program = program_of(module, declared)
-    Regional(backend=backends.COUNTING).apply(program)
-    blocks = [f"net.{half}.blocks.{index}" for half in ("encoder", "decoder") for index in range(3)]
-    assert [region.path for region in program.regions] == [*blocks, *declared.parts]
-    kinds = {region.path: region.kind for region in program.regions}
-    assert kinds["net.encoder.blocks.1"] == "EncoderBlock"
-    assert kinds["net.decoder.blocks.2"] == "DecoderBlock"
-    assert kinds["net.tail"] == "ScoringTail"
-
-
-def test_blocks_and_parts_named_by_the_user_replace_the_declared_ones(
-    module: nn.Module, declared: Declaration, batch: Batch, graphs: list[GraphModule]
-) -> None:
-    program = program_of(module, declared)
-    strategy = Regional(backend=backends.COUNTING, blocks=["net.decoder.blocks", "net.encoder.norm"], parts=[])
-    strategy.apply(program)
-    assert [region.path for region in program.regions] == [
-        *(f"net.decoder.blocks.{index}" for index in range(3)),
-        "net.encoder.norm",
-    ]
-    in_force(program)
-    loss_and_gradients(module, batch)
-    assert len(graphs) == 2
-
-
-def test_blocks_of_an_undeclared_module_are_found_and_the_user_is_told(graphs: list[GraphModule]) -> None:
-    module = Stack(nn.ModuleList([Block(), Block(), Block()]))
+    program = Program(module=Stack(nn.ModuleList([made(), made()])), parts=parts)
     example = torch.randn(2, 8)
-    eager = module(example)
-    program = Program(module=module)
+    eager = program.module(example)
     Regional(backend=backends.COUNTING).apply(program)
-    assert [region.path for region in program.regions] == ["layers.0", "layers.1", "layers.2"]
-    assert "regional: found repeated blocks in layers" in program.notes
-    assert any("no part beside the blocks" in note for note in program.notes)
+    assert [region.path for region in program.regions] == regions
+    assert note in " ".join(program.notes)
     in_force(program)
-    torch.testing.assert_close(module(example), eager)
-    assert len(graphs) == 1
+    torch.testing.assert_close(program.module(example), eager)
+    assert len(graphs) == kinds
 
 
-class Stages(nn.Module):
-    """Two blocks at each of three widths, as the stages of a ResNet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(nn.Sequential(Block(width), Block(width)) for width in (8, 16, 32))
-
-    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
-        for stage in self.stages:
-            x_BD = stage(torch.cat((x_BD, x_BD), dim=-1) if x_BD.shape[-1] < stage[0].norm.weight.numel() else x_BD)
-        return x_BD
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_blocks_of_several_sizes_have_static_shapes_unless_asked_otherwise(
-    dynamic: bool | None, graphs: list[GraphModule]
-) -> None:
-    module = Holder(Stages())
-    paths = tuple(f"net.stages.{index}" for index in range(3))
-    program = Program(module=module, blocks=paths)
-    Regional(backend=backends.COUNTING, dynamic=dynamic).apply(program)
-    in_force(program)
-    module.net(torch.randn(4, 8, requires_grad=True)).sum().backward()
-    sizes = [size for graph in graphs for size in _input_sizes(graph)]
-    assert all(isinstance(size, int) for size in sizes) is (dynamic is None)
-    assert len(graphs) == 3, "blocks of one width share their code, those of another have their own"
+def test_without_blocks_where_nothing_repeats_there_is_nothing_to_compile() -> None:
+    with pytest.raises(ValueError, match=r"no repeated blocks.*compile\.regional\.blocks=\[path,\.\.\.\]"):
+        Regional(blocks=[]).apply(Program(module=Stack(nn.ModuleList([LINEAR(), LINEAR()]))))
 
 
 def _input_sizes(graph: GraphModule) -> list[object]:
@@ -109,19 +109,25 @@ class Widening(nn.Module):
         return x_BD
 
 
-@pytest.mark.parametrize(("widths", "count"), [((8, 32, 32, 32), 4), ((32, 32, 32, 32), 2)], ids=["two", "one"])
+@pytest.mark.parametrize(
+    ("widths", "dynamic", "count"),
+    [((8, 32, 32, 32), None, 4), ((32, 32, 32, 32), None, 2), ((8, 32, 32, 32), True, 2)],
+    ids=["two widths", "one", "asked otherwise"],
+)
 def test_only_a_size_that_changes_from_batch_to_batch_turns_symbolic(
-    widths: tuple[int, ...], count: int, graphs: list[GraphModule]
+    widths: tuple[int, ...], dynamic: bool | None, count: int, graphs: list[GraphModule]
 ) -> None:
     module = Widening(*widths)
     program = Program(module=module, blocks=("layers",))
-    Regional(backend=backends.COUNTING).apply(program)
+    Regional(backend=backends.COUNTING, dynamic=dynamic).apply(program)
     in_force(program)
     for number in range(6):
         module(torch.randn(100 + 3 * number, widths[0], requires_grad=True)).square().mean().backward()
+        sizes = [size for graph in graphs for size in _input_sizes(graph)]
+        assert number or all(isinstance(size, int) for size in sizes) is (dynamic is None)
     assert len(graphs) == count, "for each width one of fixed sizes, and one for any number of rows"
-    symbolic = [size for graph in graphs for size in _input_sizes(graph) if not isinstance(size, int)]
-    assert len({str(size) for size in symbolic}) <= 1, "the widths are not symbolic"
+    symbolic = {str(size) for size in sizes if not isinstance(size, int)}
+    assert len(symbolic) <= 1 or dynamic, "the widths are not symbolic"
 
 
 def test_a_wrong_path_names_near_ones_and_the_blocks_there_are(module: nn.Module, declared: Declaration) -> None:
@@ -133,26 +139,6 @@ def test_a_wrong_path_names_near_ones_and_the_blocks_there_are(module: nn.Module
     with pytest.raises(ValueError, match=r"compile\.regional\.parts: 'net\.tale' matches .*near: net\.tail"):
         Regional(parts=["net.tale"]).apply(program_of(module, declared))
     assert not any(child._compiled_call_impl for child in module.modules())
-
-
-def test_declared_parts_are_compiled_where_nothing_repeats_and_the_user_is_told(graphs: list[GraphModule]) -> None:
-    module = Stack(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
-    program = Program(module=Holder(module), parts=("net.stem", "net.head"))
-    Regional(backend=backends.COUNTING).apply(program)
-    assert [region.path for region in program.regions] == ["net.stem", "net.head"]
-    assert "regional: no repeated blocks here; compiled net.stem, net.head alone" in program.notes
-    in_force(program)
-    module(torch.randn(2, 8))
-    assert len(graphs) == 2
-
-
-def test_where_nothing_repeats_children_are_compiled_unless_paths_were_named() -> None:
-    module = Stack(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
-    program = Program(module=module)
-    Regional().apply(program)
-    assert [region.path for region in program.regions] == ["stem", "layers.0", "layers.1", "head"]
-    with pytest.raises(ValueError, match=r"no repeated blocks.*compile\.regional\.blocks=\[path,\.\.\.\]"):
-        Regional(blocks=[]).apply(Program(module=module))
 
 
 def test_containers_of_other_layers_do_not_fall_back_together() -> None:

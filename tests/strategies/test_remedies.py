@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo import trace_rules
 from torch.torch_version import TorchVersion
-from torch.utils.data import DataLoader
 
-from strategies import Regional, remedies
+from strategies import Regional, Strategy, remedies
 from strategies.remedies import Remedy, functions_behind
+from tests.promises.training import Block, Module, Net, Outcome, apart, train, vectors
 from tests.strategies import backends
-from tests.trainer.lightning_modules import quiet_trainer
-from trainer.callback import Compile
 
 OF_211 = TorchVersion(torch.__version__) < "2.12"
 """Where Dynamo's own way with ``autograd.Function`` gives wrong gradients; later it refuses, or is right."""
@@ -48,63 +45,33 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient * other, 2 * gradient * one
 
 
-class Squares(nn.Module):
+class Squares(Block):
     """One tensor twice into a function (pytorch 183604)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        x_BD = self.linear(x_BD)
-        return x_BD + Product.apply(x_BD, x_BD)
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x + Product.apply(x, x)
 
 
-class InPlace(Squares):
+class InPlace(Block):
     """A function that writes in place (pytorch 180642)."""
 
-    def forward(self, x_BD: Tensor) -> Tensor:
-        x_BD = self.linear(x_BD)
-        return Doubled.apply(x_BD.sin(), x_BD)
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return Doubled.apply(x.sin(), x)
 
 
-class Module(L.LightningModule):
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        return batch.square().mean()
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+def trained(block: type[Block], strategies: list[Strategy] | None) -> Outcome:
+    return train(lambda: Module(Net([block(), block()])), strategies, data=vectors(8))
 
 
-def trained(block: type[nn.Module], strategies: list[Any]) -> tuple[Module, Compile]:
-    torch.compiler.reset()
-    module, compiling = Module(block), Compile(strategies, verbose=False, save=False)
-    draws = torch.Generator().manual_seed(1)
-    batches: Any = [torch.randn(4, 8, generator=draws) for _ in range(8)]
-    quiet_trainer(callbacks=[compiling], max_steps=8, max_epochs=-1).fit(module, DataLoader(batches, batch_size=None))
-    return module, compiling
-
-
-@pytest.mark.filterwarnings("ignore:.*it passes")
 @pytest.mark.parametrize("block", [Squares, InPlace])
-def test_a_function_that_dynamo_gets_wrong_is_left_to_autograd(block: type[nn.Module]) -> None:
-    expected, _ = trained(block, [])
-    module, compiling = trained(block, [Regional(blocks=["blocks"], parts=[], backend="aot_eager")])
-    record = compiling.record
+def test_a_function_that_dynamo_gets_wrong_is_left_to_autograd(block: type[Block]) -> None:
+    seen = trained(block, [Regional(backend="aot_eager")])
+    record = seen.record
     assert record.eager_parts == {}
     assert record.regions_compiled == record.regions == 2
-    assert module.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert apart(seen.losses, trained(block, None).losses) <= 1e-6
     healed = [note for note in record.notes if "allow_in_graph" in note]
     assert len(healed) == (1 if OF_211 or block is Squares else 0), record.notes
     for note in healed:
@@ -117,11 +84,10 @@ def test_a_function_that_dynamo_gets_wrong_is_left_to_autograd(block: type[nn.Mo
 def test_what_a_remedy_does_not_heal_runs_eager_and_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     backends.register()
     monkeypatch.setattr(backends.Fault, "backward", 1.01)
-    expected, _ = trained(InPlace, [])
-    with pytest.warns(UserWarning, match=r"run eager .*; compiled with torch._dynamo.allow_in_graph"):
-        module, compiling = trained(InPlace, [Regional(blocks=["blocks"], parts=[], backend=backends.FAULTY)])
-    assert set(compiling.record.eager_parts) == {"blocks.0", "blocks.1"}
-    assert module.losses == expected.losses
+    seen = trained(InPlace, [Regional(backend=backends.FAULTY)])
+    assert set(seen.record.eager_parts) == {"net.blocks.0", "net.blocks.1"}
+    assert any("run eager" in one and "; compiled with torch._dynamo.allow_in_graph" in one for one in seen.warned)
+    assert seen.losses == trained(InPlace, None).losses
 
 
 def test_options_are_tried_on_the_device_and_the_backend_that_have_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,27 +102,17 @@ def test_options_are_tried_on_the_device_and_the_backend_that_have_the_fault(mon
         return call if healthy else lambda *args, **kwargs: call(*args, **kwargs) * 1.01
 
     monkeypatch.setattr(torch, "compile", wrong_without)
-    option = Remedy(
-        name="an option",
-        fault="",
-        issues=(1,),
-        first="2.11",
-        device="cpu",
-        options={"triton.mix_order_reduction": False},
+    option = {"triton.mix_order_reduction": False}
+    given = (
+        Remedy(name="elsewhere", fault="", issues=(2,), first="2.11", device="mps", options={"unknown": 1}),
+        Remedy(name="older", fault="", issues=(3,), first="2.0", fixed="2.1", options={"unknown": 1}),
+        Remedy(name="an option", fault="", issues=(1,), first="2.11", device="cpu", options=option),
     )
-    elsewhere = Remedy(name="elsewhere", fault="", issues=(2,), first="2.11", device="mps", options={"unknown": 1})
-    older = Remedy(name="older", fault="", issues=(3,), first="2.0", fixed="2.1", options={"unknown": 1})
-    monkeypatch.setattr(remedies, "REMEDIES", (elsewhere, older, option))
-
-    class Plain(Squares):
-        def forward(self, x_BD: Tensor) -> Tensor:
-            return self.linear(x_BD).relu()
-
-    reference, _ = trained(Plain, [])
-    with pytest.warns(UserWarning, match="compiled with an option"):
-        module, compiling = trained(Plain, [Regional(blocks=["blocks"], parts=[])])
-    assert compiling.record.eager_parts == {}
-    assert module.losses == pytest.approx(reference.losses, rel=1e-5)
+    monkeypatch.setattr(remedies, "REMEDIES", given)
+    seen = trained(Block, [Regional()])
+    assert seen.record.eager_parts == {}
+    assert any("compiled with an option" in one for one in seen.warned)
+    assert apart(seen.losses, trained(Block, None).losses) <= 1e-5
     assert not any("unknown" in (options or {}) for options in asked)
 
 

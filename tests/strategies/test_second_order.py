@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from strategies import SecondOrder
-from tests.trainer.lightning_modules import quiet_trainer
-from trainer.callback import Compile
+from strategies import SecondOrder, Strategy
+from tests.promises.training import Module, Outcome, assert_as_eager, train
+from tests.strategies import backends
 
 STEPS = 50
-CLOSE = 1e-10
-"""Relative, in double precision."""
+CLOSE = 1e-11
+"""Relative, in double precision; of weights ten times as much."""
 
 
 def mlp(inputs: int) -> nn.Sequential:
@@ -24,23 +22,9 @@ def mlp(inputs: int) -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-class Base(L.LightningModule):
-    """Keeps its losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
 class Potential(nn.Module):
-    """Energy and forces of clusters; the inner gradient is taken in its forward, as in NequIP."""
+    """Energy and forces of clusters; the inner gradient is taken in its forward, by its argument, which stays as it
+    was, and by a tensor that it makes itself, as NequIP does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,11 +32,38 @@ class Potential(nn.Module):
 
     def forward(self, positions_BA3: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
+            strain_B33 = torch.zeros(len(positions_BA3), 3, 3, dtype=positions_BA3.dtype)
+            strain_B33.requires_grad_(True)
+            asked = positions_BA3.requires_grad
             positions_BA3.requires_grad_(True)
-            apart_BAA = (positions_BA3[:, :, None] - positions_BA3[:, None] + 1e-3).square().sum(-1, keepdim=True)
-            energy_B = self.pair(torch.exp(-apart_BAA)).sum((1, 2, 3))
-            (slope,) = torch.autograd.grad(energy_B.sum(), positions_BA3, create_graph=self.training)
-        return energy_B, -slope
+            moved_BA3 = positions_BA3 + positions_BA3 @ (strain_B33 + strain_B33.mT)
+            apart_BAA1 = (moved_BA3[:, :, None] - moved_BA3[:, None] + 1e-3).square().sum(-1, keepdim=True)
+            energy_B = self.pair(torch.exp(-apart_BAA1)).sum((1, 2, 3))
+            given = positions_BA3, strain_B33
+            slope_BA3, stress_B33 = torch.autograd.grad([energy_B.sum()], given, create_graph=self.training)
+            if not asked:
+                positions_BA3.requires_grad_(False)
+        return energy_B + stress_B33.square().mean((1, 2)), -slope_BA3
+
+
+class Base(Module):
+    """Says which strategy compiles which region of it, and what its batches are."""
+
+    strategy: Strategy
+    region: str
+    shape: tuple[int, ...]
+    draw = staticmethod(torch.randn)
+
+    def __init__(self) -> None:
+        super().__init__(nn.Module())
+
+    @classmethod
+    def batches(cls, count: int = STEPS) -> list[Tensor]:
+        draws = torch.Generator().manual_seed(1)
+        return [cls.draw(cls.shape, dtype=torch.double, generator=draws) for _ in range(count)]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class Forces(Base):
@@ -60,23 +71,18 @@ class Forces(Base):
 
     strategy = SecondOrder(backend="aot_eager")
     region = "potential"
+    shape = (4, 5, 3)
 
     def __init__(self) -> None:
         super().__init__()
         self.potential = Potential()
         self.forces: list[Tensor] = []
 
-    def batches(self, sizes: tuple[int, ...] = (5,)) -> list[Tensor]:
-        draws = torch.Generator().manual_seed(1)
-        return [
-            torch.randn(4, sizes[number % len(sizes)], 3, dtype=torch.double, generator=draws)
-            for number in range(STEPS)
-        ]
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         energy, forces = self.potential(batch)
+        assert not batch.requires_grad
         self.forces.append(forces.detach().clone())
-        return (energy / 100).square().mean() + (forces - batch.detach().flip(1)).square().mean()
+        return (energy / 100).square().mean() + (forces - batch.flip(1)).square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("forces", self.potential(batch.clone())[1].detach().square().mean())
@@ -87,14 +93,12 @@ class Heat(Base):
 
     strategy = SecondOrder(functions=["residual"], backend="aot_eager")
     region = "residual"
+    shape = (32, 2)
+    draw = staticmethod(torch.rand)
 
     def __init__(self) -> None:
         super().__init__()
         self.net = mlp(2)
-
-    def batches(self) -> list[Tensor]:
-        draws = torch.Generator().manual_seed(1)
-        return [torch.rand(32, 2, dtype=torch.double, generator=draws) for _ in range(STEPS)]
 
     def residual(self, points_N2: Tensor) -> Tensor:
         points_N2.requires_grad_(True)
@@ -116,15 +120,12 @@ class Penalized(Base):
 
     strategy = SecondOrder(functions=["critic_loss"], backend="aot_eager")
     region = "critic_loss"
+    shape = (8, 4)
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.generator, self.critic = nn.Linear(4, 4).double(), mlp(4)
-
-    def batches(self) -> list[Tensor]:
-        draws = torch.Generator().manual_seed(1)
-        return [torch.randn(8, 4, dtype=torch.double, generator=draws) for _ in range(STEPS)]
 
     def critic_loss(self, real: Tensor, fake: Tensor, mixed: Tensor) -> Tensor:
         mixed.requires_grad_(True)
@@ -149,108 +150,42 @@ class Penalized(Base):
         return [torch.optim.Adam(one.parameters(), lr=1e-3) for one in (self.generator, self.critic)]
 
 
-def trained(make: type[Any], strategies: list[Any], batches: list[Tensor] | None = None) -> tuple[Any, Compile]:
-    torch.compiler.reset()
-    module = make()
-    compiling = Compile(strategies, verbose=False, save=False)
-    given: Any = [one.clone() for one in (batches or module.batches())]
-    validates = hasattr(make, "validation_step") and make.validation_step is not L.LightningModule.validation_step
-    trainer = quiet_trainer(
-        callbacks=[compiling], max_epochs=1, max_steps=-1, inference_mode=False, val_check_interval=min(20, len(given)),
-        num_sanity_val_steps=0,
-    )  # fmt: skip
-    torch.manual_seed(3)
-    loader = DataLoader(given, batch_size=None)
-    trainer.fit(module, loader, DataLoader(given[:2], batch_size=None) if validates else None)
-    return module, compiling
+def trained(make: type[Any], strategies: list[Strategy] | None, steps: int = STEPS) -> Outcome:
+    batches = make.batches(steps)
+    options = {"data": batches, "inference_mode": False, "val_check_interval": min(20, steps)}
+    return train(make, strategies, validation=None if make is Penalized else make.batches(2), **options)
 
 
 @pytest.mark.parametrize("make", [Forces, Heat, Penalized])
 def test_losses_and_weights_are_eagers(make: type[Any]) -> None:
-    expected, _ = trained(make, [])
-    module, compiling = trained(make, [make.strategy])
-    record = compiling.record
+    expected, seen = trained(make, None), trained(make, [make.strategy])
+    assert_as_eager(expected, seen, CLOSE)
+    record, module = seen.record, seen.module
     assert record.eager_parts == {}
-    assert (record.regions_compiled, record.graph_breaks, record.recompiles) == (1, 0, 0)
+    assert (record.regions_compiled, record.graph_breaks) == (1, 0)
+    assert [event.phase for event in record.events] == ["validating"] * (make is Forces), "without gradients outside"
     assert record.report["parity"]["verdict"] == "passed"
     assert record.audits.verdict == "clean"
-    assert [region.path for region in compiling.program.regions] == [make.region]
-    assert module.losses == pytest.approx(expected.losses, rel=CLOSE)
-    for one, other in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
+    assert [region.path for region in seen.trainer.callbacks[-1].program.regions] == [make.region]
     if make is Forces:
-        torch.testing.assert_close(module.forces, expected.forces, rtol=CLOSE, atol=CLOSE)
-    assert module.state_dict().keys() == expected.state_dict().keys()
+        torch.testing.assert_close(module.forces, expected.module.forces, rtol=CLOSE, atol=CLOSE)
     assert vars(module).get(make.region) is None, "outside of a step the method is the class's"
 
 
-def test_clusters_of_many_sizes_are_few_graphs() -> None:
-    sizes = (4, 5, 6, 7, 8, 9, 5, 11)
-    batches = Forces().batches(sizes)
-    expected, _ = trained(Forces, [], batches)
-    module, compiling = trained(Forces, [SecondOrder(backend="aot_eager")], batches)
-    assert module.losses == pytest.approx(expected.losses, rel=CLOSE)
-    assert compiling.record.eager_parts == {}
-    assert compiling.record.graphs <= 2 * 3  # each with a backward, and for validation
-
-
 def test_a_wrong_inner_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.strategies import backends
-
     backends.register()
     monkeypatch.setattr(backends.Fault, "backward", 1.01)
-    batches = Heat().batches()[:8]
-    expected, _ = trained(Heat, [], batches)
-    module, compiling = trained(Heat, [SecondOrder(functions=["residual"], backend=backends.FAULTY)], batches)
-    assert "it is not eager's" in compiling.record.eager_parts["residual"]
-    assert module.losses == expected.losses
-
-
-class Strained(Potential):
-    """Takes a gradient by a tensor that it makes itself, too, and leaves its argument as it was, as NequIP does."""
-
-    def forward(self, positions_BA3: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            strain_B33 = torch.zeros(len(positions_BA3), 3, 3, dtype=positions_BA3.dtype)
-            strain_B33.requires_grad_(True)
-            asked = positions_BA3.requires_grad
-            positions_BA3.requires_grad_(True)
-            moved_BA3 = positions_BA3 + positions_BA3 @ (strain_B33 + strain_B33.mT)
-            apart_BAA1 = (moved_BA3[:, :, None] - moved_BA3[:, None] + 1e-3).square().sum(-1, keepdim=True)
-            energy_B = self.pair(torch.exp(-apart_BAA1)).sum((1, 2, 3))
-            given = positions_BA3, strain_B33
-            slope_BA3, stress_B33 = torch.autograd.grad([energy_B.sum()], given, create_graph=True)
-            if not asked:
-                positions_BA3.requires_grad_(False)
-        return energy_B + stress_B33.square().mean((1, 2)), -slope_BA3
-
-
-class Stressed(Forces):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.potential = Strained()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        assert not batch.requires_grad
-        return loss
-
-
-def test_a_gradient_by_a_tensor_that_is_made_within_is_in_the_graph() -> None:
-    expected, _ = trained(Stressed, [])
-    module, compiling = trained(Stressed, [Stressed.strategy])
-    assert compiling.record.eager_parts == {}
-    assert compiling.record.regions_compiled == 1
-    assert module.losses == pytest.approx(expected.losses, rel=CLOSE)
-    for one, other in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
+    expected = trained(Heat, None, 8)
+    seen = trained(Heat, [SecondOrder(functions=["residual"], backend=backends.FAULTY)], 8)
+    assert "it is not eager's" in seen.record.eager_parts["residual"]
+    assert seen.losses == expected.losses
 
 
 @pytest.mark.parametrize(
     ("functions", "says"),
-    [(["nett.residual"], "there is no submodule 'nett'"), (["resid"], "no method 'resid'; it has batches, residual")],
+    [(["nett.residual"], "there is no submodule 'nett'"), (["resid"], "no method 'resid'; it has draw, residual")],
 )
 def test_a_wrong_name_is_refused_with_what_there_is(functions: list[str], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        trained(Heat, [SecondOrder(functions=functions, backend="aot_eager")])
+    ended = trained(Heat, [SecondOrder(functions=functions, backend="aot_eager")], 2).ended
+    assert says in str(ended)
+    assert isinstance(ended, ValueError)

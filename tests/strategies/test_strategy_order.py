@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 from strategies import (
-    Auto,
     Buckets,
-    Cached,
-    Checkpointing,
     CudaGraph,
     Dynamic,
     Modular,
@@ -104,28 +101,3 @@ def test_compiler_settings_hold_inside_and_are_restored_after(fails: bool) -> No
 def test_what_is_no_list_of_strategies_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"^compile=.* is not a list of strategies, such as \[Regional\(\)\]$"):
         ordered(given)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Regional(blocks="net.layers"), r"Regional\(blocks='net.layers'\) is a text, not a list: write \['net"),
-        (lambda: Checkpointing(blocks="net"), r"Checkpointing\(blocks='net'\) is a text, not a list"),
-        (lambda: Whole(fullgraph="no"), r"Whole\(fullgraph='no'\) is a text, not bool"),
-        (lambda: Auto(candidates="regional"), r"Auto\(candidates='regional'\) is a text, not a list"),
-        (
-            lambda: Regional(blocks=[nn.Linear]),
-            r"Regional\(blocks=\[<class .*>\]\) is not a list of names, such as \['net",
-        ),
-        (lambda: Regional(parts=nn.Linear), r"Regional\(parts=<class .*>\) is not a list of names"),
-        (lambda: Whole(backend=len), r"Whole\(backend=<built-in .*>\) is not a name: torch._dynamo.register_backend"),
-        (lambda: Buckets(count="3"), r"Buckets\(count='3'\) is a text, not int"),
-        (lambda: Checkpointing(every=[2]), r"Checkpointing\(every=\[2\]\) is not a number"),
-        (lambda: Cached(url=3), r"Cached\(url=3\) is not a text"),
-        (lambda: Modular(parts=["net"]), r"Modular\(parts=\['net'\]\) is not a dictionary"),
-        (lambda: Auto(planned_steps="1000"), r"Auto\(planned_steps='1000'\) is a text, not int"),
-    ],
-)
-def test_what_is_of_another_type_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ordered([make()])

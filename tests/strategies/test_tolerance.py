@@ -49,6 +49,13 @@ def test_what_is_zero_in_exact_arithmetic_is_all_noise() -> None:
     assert found.name == "key.bias"
 
 
+def test_what_is_equal_to_the_last_bit_gives_the_others_their_scale() -> None:
+    zeros, rounding = torch.zeros(64), 1e-7 * drawn(64)
+    large = {"weight": 1e3 * drawn(64, 64)}
+    assert exceeding(compare("gradient", {"bias": zeros, **large}, {"bias": rounding, **large})) == []
+    assert exceeding(compare("gradient", {"bias": zeros}, {"bias": rounding}))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_counts_where_eager_has_one(value: float) -> None:
     eager = {"loss": drawn(8)}

@@ -18,6 +18,8 @@ from tasks import Task
 from tasks.captioning.model import CaptionNet
 from tasks.captioning.size import CaptionerSize
 from tests.trainer.lightning_modules import quiet_trainer
+from tests.trainer.runs import SMALLEST
+from trainer.config import compose
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,30 @@ def counter() -> Iterator[CompileCounter]:
     torch._dynamo.reset()
     yield CompileCounter()
     torch._dynamo.reset()
+
+
+MORE = {
+    "captioning of two widths": ["task.size.decoder_width=32"],
+    "language_modelling in chunks": ["task.loss_chunks=2"],
+    "image_classification by convolutions": ["task.model=resnet18", "task.image_size=64"],
+    "image_classification with buffers": ["task.model=timm/test_resnet"],
+    "language_modelling with llama": ["task/network=llama_tiny"],
+    "masked_lm": ["task.network.dropout=0"],
+}
+MICRO = {
+    "micro simple_linear": ["task.width=16"],
+    "micro convnet": ["task.width=4", "task.image_size=16"],
+    "micro transformer_block": ["task.width=64", "task.positions=8"],
+    "micro graph_breaker": ["task.width=16"],
+}
+"""The models beside the ragged one, as ``SMALLEST`` has it."""
+
+
+def small(name: str, *overrides: str) -> Any:
+    """A task by name and a word of what is special about it, small."""
+    given, _, model = name.partition(" ")
+    options = [f"task.model={model}", "task.batch_size=8", *MICRO[name]] if name in MICRO else SMALLEST[given]
+    return compose([f"task={given}", *options, *MORE.get(name, []), *overrides]).task
 
 
 def opened(task: Task) -> Any:

@@ -59,13 +59,6 @@ def test_images_of_every_mode_become_rgb_of_the_asked_size(
         assert (image.int() - expected).abs().max() <= 3
 
 
-def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jpg"
-    broken.write_bytes(b"\xff\xd8\xff no image")
-    with pytest.raises(ValueError, match=r"broken\.jpg does not decode"):
-        read_image(broken, image_size=8)
-
-
 def test_a_coco_folder_is_read_with_every_caption_of_an_image(
     tmp_path: Path, write_image: Write, size: CaptionerSize
 ) -> None:

@@ -95,21 +95,6 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert task.training_flops(batch) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"least_atoms": 1}, "task.least_atoms=1 must be at least 2"),
-        ({"least_atoms": 9, "most_atoms": 8}, "task.most_atoms=8 must be at least 9"),
-        ({"pad_to": 9}, "task.pad_to=9 must be at least 16"),
-        ({"cutoff": 0.0}, "task.cutoff=0.0 must be above 0 angstrom"),
-        ({"force_weight": float("nan")}, "force_weight=nan must be at least 0"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Forces(**options)
-
-
 RAGGED = ("task.batch_size=4", "task.pad_to=null", "trainer.precision=64-true")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning as L
 import pytest
 import torch
@@ -15,52 +13,19 @@ from strategies.cached.cache_session import model_digest
 from tasks import TASKS, Task
 from tasks import lightning_module as modules
 from tasks.base import TrainedTask
-from tasks.captioning.size import CaptionerSize
-from tasks.captioning.task import Shapes
-from tasks.image_classification.task import LabelledShapes
-from tasks.language.sources import Stdlib
-from tasks.language.task import BertNetwork, Gpt2Network, LlamaNetwork
+from tasks.captioning.task import Captioning
 from tasks.lightning_module import is_on_meta, on_meta, start
-from tests.tasks.conftest import fit
+from tests.tasks.conftest import fit, small
 from trainer.callback import Compile
 
-SMALL: dict[str, dict[str, Any]] = {
-    "captioning": {
-        "size": CaptionerSize(
-            image_size=32, encoder_layers=2, encoder_width=16, decoder_layers=2, decoder_width=24, vocabulary_size=300
-        ),
-        "data": Shapes(batch_size=2, train_images=8, val_images=2, num_workers=0),
-    },
-    "forces": {"batch_size": 2, "most_atoms": 6, "width": 8, "layers": 2, "train_examples": 8},
-    "image_classification": {
-        "model": "timm/test_resnet",
-        "image_size": 32,
-        "data": LabelledShapes(batch_size=2, train_images=8, val_images=2, num_workers=0),
-    },
-    "language_modelling": {
-        "network": Gpt2Network(layers=2, width=16, heads=2, vocabulary_size=300, max_tokens=16),
-        "data": Stdlib(batch_size=2, max_documents=24, max_tokens=16),
-    },
-    "language_modelling of Llama": {
-        "network": LlamaNetwork(
-            layers=2, width=16, heads=2, key_value_heads=1, hidden_width=32, vocabulary_size=300, max_tokens=16
-        ),
-        "data": Stdlib(batch_size=2, max_documents=24, max_tokens=16),
-    },
-    "masked_lm": {
-        "network": BertNetwork(layers=2, width=16, heads=2, vocabulary_size=300, max_tokens=16),
-        "data": Stdlib(batch_size=2, max_documents=24, max_tokens=16, packing="documents"),
-    },
-    "micro": {"model": "convnet", "batch_size": 4, "width": 4, "image_size": 16},
-}
-assert {name.partition(" ")[0] for name in SMALL} == {
+NAMES = [
+    *("captioning", "forces", "image_classification with buffers", "language_modelling"),
+    *("language_modelling with llama", "masked_lm", "micro convnet"),
+]
+assert {name.partition(" ")[0] for name in NAMES} == {
     name for name, task in TASKS.items() if issubclass(task, TrainedTask)
 }
-EVERY_TASK = pytest.mark.parametrize("name", SMALL)
-
-
-def small(name: str, **options: Any) -> Task:
-    return TASKS[name.partition(" ")[0]](**SMALL[name], **options)
+EVERY_TASK = pytest.mark.parametrize("name", NAMES)
 
 
 def build(task: Task, seed: int = 3) -> L.LightningModule:
@@ -79,7 +44,7 @@ def test_those_drawn_on_the_device_are_what_the_same_build_draws_there_under_the
     assert all(tensor.is_meta for tensor in module.state_dict().values())
     torch.rand(7)  # whatever is drawn between building and training
     _, trained = fit(task, module=module, steps=3)
-    reference = build(small(name, initialise="host"))
+    reference = build(small(name, "task.initialise=host"))
     assert list(trained.first) == list(reference.state_dict())
     for path, value in reference.state_dict().items():
         assert torch.equal(trained.first[path], value), path
@@ -96,7 +61,7 @@ def test_those_drawn_on_the_device_are_what_the_same_build_draws_there_under_the
 def test_by_default_they_wait_for_the_device_where_there_is_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        assert not is_on_meta(build(small(name, initialise="host")))
+        assert not is_on_meta(build(small(name, "task.initialise=host")))
         module = build(small(name))
     assert is_on_meta(module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -147,7 +112,7 @@ def test_a_network_that_needs_memory_is_drawn_on_the_host(monkeypatch: pytest.Mo
 
 def test_what_is_wrong_with_an_option_is_said_as_ever() -> None:
     with pytest.raises(ValueError, match=r"^task\.initialise='device' is not one of"):
-        small("captioning", initialise="device")
+        Captioning(initialise="device")
 
     def broken() -> nn.Module:
         raise ValueError("task.model='resnet5' is no network")

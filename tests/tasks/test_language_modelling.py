@@ -24,15 +24,6 @@ def task_of(network: LanguageNetwork = LLAMA, **options: Any) -> LanguageModelli
     return LanguageModelling(network=network, warmup_steps=0, **options)
 
 
-def test_options_at_odds_with_the_network_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^task\.data\.max_tokens=17 must be at most task\.network\.max_tokens=16$"):
-        task_of(data=Stdlib(max_tokens=17))
-    with pytest.raises(
-        ValueError, match=r"^task\.network\.heads=4 must be a multiple of task\.network\.key_value_head"
-    ):
-        LlamaNetwork(heads=4, key_value_heads=3)
-
-
 def test_a_large_networks_gradients_are_freed_as_soon_as_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama: the library's numbers and sizes, and predictions that see no later token and count no padding."""
+"""GPT-2, Llama and BERT: the library's numbers, with its weights, and sizes as published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 import yaml
 from torch import Tensor, nn
 
-from tasks.language.task import Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork
+from tasks.language.task import BertNetwork, Gpt2Network, LanguageModelling, LanguageNetwork, LlamaNetwork, MaskedLM
 from tasks.lightning_module import on_meta
 
 NETWORKS = Path(__file__).resolve().parents[2] / "conf" / "task" / "network"
@@ -128,6 +128,9 @@ def test_logits_loss_and_gradients_are_the_librarys_with_its_weights(
     reference = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
     loss = net(tokens, targets)[0]
     torch.testing.assert_close(loss, reference)
+    *_, correct, count = net.eval()(tokens, targets)
+    right = (logits.argmax(-1) == targets)[targets != 0]
+    assert (int(correct), int(count)) == (int(right.sum()), len(right)), "in evaluation, without the padding"
     reference.backward()
     loss.backward()
     theirs = model.get_input_embeddings().weight.grad
@@ -135,9 +138,73 @@ def test_logits_loss_and_gradients_are_the_librarys_with_its_weights(
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
 
 
+def library_bert(network: BertNetwork) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=network.vocabulary_size,
+            hidden_size=network.width,
+            num_hidden_layers=network.layers,
+            num_attention_heads=network.heads,
+            intermediate_size=4 * network.width,
+            max_position_embeddings=network.max_tokens,
+            hidden_dropout_prob=network.dropout,
+            attention_probs_dropout_prob=network.dropout,
+        )
+    )
+    for parameter in model.parameters():  # biases and norms too, which begin at 0 and 1
+        nn.init.normal_(parameter, std=0.2)
+    names = {
+        "bert.embeddings.word_embeddings.": "embed.token.",
+        "bert.embeddings.position_embeddings.weight": "embed.position",
+        "bert.embeddings.token_type_embeddings.weight": "embed.token_type",
+        "bert.embeddings.LayerNorm.": "embed.norm.",
+        "bert.encoder.layer.": "blocks.",
+        "attention.self.": "",
+        "attention.output.dense.": "output.",
+        "attention.output.LayerNorm.": "attention_norm.",
+        "intermediate.dense.": "mlp.0.",
+        "output.dense.": "mlp.2.",
+        "output.LayerNorm.": "mlp_norm.",
+        "cls.predictions.transform.dense.": "tail.transform.",
+        "cls.predictions.transform.LayerNorm.": "tail.norm.",
+        "cls.predictions.decoder.": "tail.head.",
+    }
+    state = renamed(model.state_dict(), names)
+    assert torch.equal(state.pop("cls.predictions.bias"), state["tail.head.bias"])
+    for name in [name for name in state if ".query." in name]:
+        parts = [state.pop(name.replace("query", part)) for part in ("query", "key", "value")]
+        state[name.replace("query", "query_key_value")] = torch.cat(parts)
+    return model, state
+
+
+def test_bert_is_the_librarys_with_its_weights_with_and_without_a_mask() -> None:
+    torch.manual_seed(0)
+    network = BertNetwork(layers=3, width=48, heads=4, vocabulary_size=300, max_tokens=40)
+    model, weights = library_bert(network)
+    net = MaskedLM(network=network).build_net()
+    net.load_state_dict(weights)
+    tokens = torch.randint(3, 300, (3, 24))
+    mask = torch.arange(24) < torch.tensor([[24], [7], [15]])
+    tokens[~mask] = 0
+    targets = torch.where(mask & (torch.rand(tokens.shape) < 0.3), tokens, -100)
+    theirs = model(tokens, attention_mask=mask.long(), labels=targets)
+    torch.testing.assert_close(net(tokens, mask)[mask], theirs.logits[mask], rtol=1e-4, atol=1e-4)
+    loss = net(tokens, mask, targets)[0]
+    torch.testing.assert_close(loss, theirs.loss)
+    torch.testing.assert_close(net(tokens.where(mask, 5), mask, targets)[0], loss)  # whatever padding holds
+    loss.backward()
+    theirs.loss.backward()
+    # Through both of its uses, embedding and head.
+    gradient = model.get_input_embeddings().weight.grad
+    torch.testing.assert_close(net.embed.token.weight.grad, gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(net(tokens), model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(net(tokens)[1], net(tokens, mask)[1])
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "parameters"),
     [
+        ("bert_base", BertNetwork, 109_514_298),
         ("gpt2", Gpt2Network, 124_439_808),
         ("llama_7b", LlamaNetwork, 6_738_415_616),
         ("llama_3_8b", LlamaNetwork, 8_030_261_248),
@@ -146,34 +213,9 @@ def test_logits_loss_and_gradients_are_the_librarys_with_its_weights(
 def test_shipped_networks_are_as_large_as_published(name: str, kind: type, parameters: int) -> None:
     values = yaml.safe_load((NETWORKS / f"{name}.yaml").read_text())
     del values["defaults"]
-    net = on_meta(lambda: LanguageModelling(network=kind(**values)).build_net())
+    task = MaskedLM if kind is BertNetwork else LanguageModelling
+    net = on_meta(lambda: task(network=kind(**values)).build_net())
     assert sum(parameter.numel() for parameter in net.parameters()) == parameters
-
-
-@EACH
-def test_evaluation_counts_right_predictions_and_ignores_padding(network: LanguageNetwork) -> None:
-    net = build(network)
-    tokens, targets = example()
-    train_loss, *nothing = net(tokens, targets)
-    assert nothing == [None, None]
-    net.eval()
-    loss, correct, count = net(tokens, targets)
-    assert count == (targets != 0).sum() < targets.numel()
-    assert correct == ((net(tokens).argmax(-1) == targets) & (targets != 0)).sum()
-    torch.testing.assert_close(loss, train_loss)
-    padded = [nn.functional.pad(tensor, (0, 5)) for tensor in (tokens, targets)]
-    torch.testing.assert_close(net(*padded)[0], loss)
-
-
-@EACH
-def test_no_position_sees_a_later_token(network: LanguageNetwork) -> None:
-    net = build(network)
-    tokens, _ = example()
-    before = net(tokens)
-    tokens[:, 6:] = 9
-    after = net(tokens)
-    torch.testing.assert_close(after[:, :6], before[:, :6])
-    assert not torch.allclose(after[:, 6:], before[:, 6:])
 
 
 @EACH

@@ -132,16 +132,3 @@ def test_validation_masks_alike_each_time(folder: Path) -> None:
     one, other = (next(iter(data.val_dataloader())) for _ in range(2))
     assert torch.equal(one.tokens, other.tokens)
     assert torch.equal(one.targets, other.targets)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"width": 10, "heads": 3}, r"^task\.network\.width=10 must be a multiple of task\.network\.heads=3$"),
-        ({"vocabulary_size": 259}, r"^task\.network\.vocabulary_size=259 must be at least 260$"),
-        ({"attention_dropout": 1.0}, r"^task\.network\.attention_dropout=1\.0 must be at least 0 and below 1$"),
-    ],
-)
-def test_a_network_that_cannot_be_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BertNetwork(**options)

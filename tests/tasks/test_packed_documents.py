@@ -19,7 +19,7 @@ from tasks.language.data import MaskedBatch
 from tasks.language.model import Bert
 from tasks.language.packing import WINDOW, CollatePacked, PackedSampler, first_fit, warn_without_kernel
 from tasks.language.sources import Stdlib
-from tasks.language.task import BertNetwork, LanguageModelling, MaskedLM
+from tasks.language.task import BertNetwork, MaskedLM
 from tests.tasks.conftest import counted_flops, opened
 from tests.tasks.test_masked_data import collate, document
 
@@ -223,25 +223,6 @@ def test_ranks_without_lightnings_trainer_share_rows_and_are_refused_without_one
     data.trainer = SimpleNamespace(world_size=8, global_rank=0)
     with pytest.raises(ValueError, match=r"a row of \d+ positions on each of 8 devices is more than the .* tokens"):
         data.setup("fit")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: MaskedLM(network=BertNetwork(dropout=0.1), data=Stdlib(packing="packed_documents")),
-            r"^task\.network\.attention_dropout=0\.1 must be 0 with task\.data\.packing=packed_documents: ",
-        ),
-        (
-            lambda: LanguageModelling(data=Stdlib(packing="packed_documents")),
-            r"^task\.data\.packing='packed_documents' is not one of \('packed', 'documents'\)$",
-        ),
-        (lambda: task_of(pad_to=40), r"^task\.data\.pad_to=40 needs task\.data\.packing=documents, not packed_doc"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 @pytest.mark.parametrize(

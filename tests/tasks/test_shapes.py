@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -99,22 +98,3 @@ def test_batches_are_padded_to_the_longest_or_to_the_asked_length(size: Captione
     skipped = data.skipped
     assert set(skipped) == {"caption too long"}
     assert 0 < skipped["caption too long"] < 35
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"batch_size": 0}, "task.data.batch_size=0 must be at least 1"),
-        ({"train_images": -1}, "task.data.train_images=-1 must be at least 1"),
-        ({"max_objects": 10}, "task.data.max_objects=10 must be 1 to 9"),
-        ({"num_workers": -1}, "task.data.num_workers=-1 must be at least 0"),
-    ],
-)
-def test_a_value_out_of_range_is_named(values: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Shapes(**values)
-
-
-def test_more_padding_than_positions_is_refused(size: CaptionerSize) -> None:
-    with pytest.raises(ValueError, match=r"task\.data\.pad_to=161 must be at most task\.size\.max_tokens=160"):
-        Captioning(size=size, data=Shapes(pad_to=161))

@@ -132,17 +132,3 @@ def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
     train, val = TextFiles(path=str(tmp_path / "all.txt"), val_share=0.1).documents()
     assert train[0] + val[0] == (tmp_path / "all.txt").read_text()
     assert len(val[0]) == pytest.approx(0.1 * len(train[0]), rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"packing": "tight"}, r"task\.data\.packing='tight' is not one of"),
-        ({"max_tokens": 1}, r"task\.data\.max_tokens=1 must be at least 2"),
-        ({"pad_to": 8}, r"task\.data\.pad_to=8 needs task\.data\.packing=documents"),
-        ({"val_share": 1.0}, r"task\.data\.val_share=1\.0 must be"),
-    ],
-)
-def test_values_out_of_range_are_named(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        Stdlib(**options)  # type: ignore[arg-type]

@@ -239,11 +239,11 @@ def steps_take(monkeypatch: pytest.MonkeyPatch, backend: str = "eager", /, **sec
     real = Chooser._note_step
 
     def note_step(self: Chooser) -> None:
-        steps = self._trial.steps
+        steps = self._steps
         before = len(steps)
         real(self)
         for place in range(before, len(steps)):
-            one, given = steps[place], seconds[self._trial.arm.name.replace("+", "__")]
+            one, given = steps[place], seconds[self._arm.name.replace("+", "__")]
             timed = dataclasses.replace(one.step, seconds=given, laps=[])
             steps[place] = dataclasses.replace(one, step=timed, host_seconds=0.0)
 
@@ -262,10 +262,12 @@ def simulate(
     return run
 
 
-def simulate_together(monkeypatch: pytest.MonkeyPatch, workloads: Sequence[Workload], planned: int) -> list[Simulation]:
+def simulate_together(
+    monkeypatch: pytest.MonkeyPatch, workloads: Sequence[Workload], planned: int, **options: Any
+) -> list[Simulation]:
     """Trainings of processes that wait for each other where they agree on something; an error where they do not ask
     for it at the same places."""
-    runs = [simulate(monkeypatch, workload, planned) for workload in workloads]
+    runs = [simulate(monkeypatch, workload, planned, **options) for workload in workloads]
     ours, given = threading.local(), [("", None)] * len(runs)
     barrier = threading.Barrier(len(runs))
     monkeypatch.setattr(chooser, "now", lambda: ours.run.now)

@@ -91,11 +91,34 @@ def test_regions_that_the_step_never_calls_end_the_run_where_that_is_asked_for(t
     assert (compile_.record.steps, compile_.record.regions_compiled) == (10, 0)
 
 
-@pytest.mark.parametrize(("steps", "said_after"), [(6, 6), (12, 10)])
-def test_else_the_run_finishes_and_is_noted_as_eager(steps: int, said_after: int, tmp_path: Path) -> None:
+class InCompiledFunction(Blocks):
+    """A function that the user compiles holds the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objective = torch.compile(self.of_all, backend="aot_eager")
+
+    def of_all(self, x: Tensor) -> Tensor:
+        return self.head(self.layers[2](self.layers[1](self.layers[0](x)))).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.objective(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "said_after", "why"),
+    [
+        (NeverCalled, 6, 6, r"never called \(a module has to be called itself"),
+        (NeverCalled, 12, 10, r"never called \(a module has to be called itself"),
+        (InCompiledFunction, 12, 10, rf"it may be part of of_all \({Path(__file__).name}:\d+\), which a torch.compile"),
+    ],
+)
+def test_else_the_run_finishes_and_is_noted_as_eager(
+    kind: type[Blocks], steps: int, said_after: int, why: str, tmp_path: Path
+) -> None:
     compile_ = Compile([Regional(backend="aot_eager")])
-    with pytest.warns(UserWarning, match=f"not compiled in {said_after} optimizer steps.*never called"):
-        fit(NeverCalled(), tmp_path, [compile_], max_steps=steps)
+    with pytest.warns(UserWarning, match=f"not compiled in {said_after} optimizer steps.*{why}"):
+        fit(kind(), tmp_path, [compile_], max_steps=steps)
     assert (compile_.record.regions_compiled, compile_.record.ended_in_eager) == (0, True)
     assert list(compile_.record.eager_parts) == ["layers.0", "layers.1", "layers.2"]
 

@@ -227,18 +227,22 @@ def wait_until(console: Console, said: str) -> None:
         time.sleep(0.01)
 
 
-def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(console: Console) -> None:
-    telemetry: Any = FakeTelemetry()
+def test_plain_lines_say_that_it_is_compiling_and_then_that_it_trains(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, telemetry = StoppedClock(), cast(Any, FakeTelemetry())
+    monkeypatch.setattr(trainer.console, "time", clock)
     with ProgressView(console, style="plain", total=200, telemetry=lambda: telemetry):
         wait_until(console, "compiling")
         telemetry.steps_done, telemetry.meter.steps_per_second, telemetry.meter.last_loss = 7, 12.5, 2.345
         telemetry.compiler.compiling = None
         telemetry.phase = "training"
+        clock.now += 12
         wait_until(console, "training")
     compiling, training = printed(console).splitlines()
     assert compiling.startswith("compiling graph 2 of about 12, some 40 s left: ")
-    assert "step 0/200" in compiling
-    assert training.startswith("training: step 7/200 12.50 steps/s · loss 2.345")
+    assert "step 0/200 after 0 s" in compiling
+    assert training.startswith("training: step 7/200 after 12 s · 12.50 steps/s · loss 2.345")
 
 
 def test_the_bar_is_as_wide_as_the_terminal_and_says_what_it_counts() -> None:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -25,7 +26,7 @@ from lightning.fabric.utilities import distributed as fabric
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from strategies import Regional
+from strategies import Regional, loop_protocol
 from tasks.lightning_module import ScoredModule
 from tests.processes import Pair, RanksFailed, command_on_a_rank, forked
 from tests.strategies import backends
@@ -353,14 +354,18 @@ def test_a_group_is_made_to_end_soon_after_a_timeout_unless_the_user_says_when(
     assert os.environ.get(ddp.DUMP_WAIT) == given
 
 
-def timeouts() -> list[timedelta]:
+def agreed() -> tuple[list[int], timedelta, bool]:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=33))
-    groups: list[Any] = [torch.distributed.group.WORLD, ranks.host_group()]
-    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    gather = torch.distributed.all_gather_object
+    with mock.patch.object(torch.distributed, "all_gather_object", side_effect=gather) as calls:
+        ranks = loop_protocol.gathered(torch.distributed.get_rank())
+    group: Any = calls.call_args.kwargs["group"]
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    return ranks, timeout, group is loop_protocol.host_group() is not torch.distributed.group.WORLD
 
 
-def test_what_the_processes_agree_on_waits_as_long_as_the_group_that_trains(pair: Pair) -> None:
-    assert pair(timeouts) == [[timedelta(seconds=33)] * 2] * 2
+def test_what_processes_agree_on_goes_from_host_to_host_and_waits_as_long_as_the_group_that_trains(pair: Pair) -> None:
+    assert pair(agreed) == [([0, 1], timedelta(seconds=33), True)] * 2
 
 
 # ---- standing still --------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ Switch = Callable[[Sequence[Strategy]], None]
 chosen before, from the step that begins. Raises ValueError where one does not fit the module."""
 
 
+class GaveUp(Exception):
+    """An arm cannot be had, for the reason that it says."""
+
+
 @dataclass(frozen=True, slots=True)
 class TimedStep:
     """One optimizer step of an arm."""
@@ -69,24 +73,9 @@ class TimedStep:
         return max(self.step.seconds, self.host_seconds)
 
 
-@dataclass(slots=True)
-class Trial:
-    """The arm that trains, and its steps so far."""
-
-    arm: Arm
-    switching_seconds: float = 0.0
-    eager_parts: dict[str, str] = field(default_factory=dict)
-    """What ran eager before."""
-    steps: list[TimedStep] = field(default_factory=list)
-    warmup_steps: int | None = None
-    """None until they are over."""
-    look_at: int = 0
-    """Steps until the next look, but for the first."""
-
-
 class Chooser(StepHook):
-    """Stands around every step until it has ``decided``; it acts where an optimizer step begins: an arm takes over,
-    warms up, is timed, stays or steps back, and the rule names the next one, until it names none."""
+    """Stands around every step until it has ``decided``. Where an optimizer step begins, ``_choose`` goes on: it reads
+    from its first line to its last as the training does, and yields how many steps it lets pass."""
 
     def __init__(self, auto: Auto, loop: Loop, program: Program, telemetry: Telemetry, switch: Switch) -> None:
         self._auto, self._loop, self._program, self._telemetry = auto, loop, program, telemetry
@@ -94,9 +83,16 @@ class Chooser(StepHook):
         self._others = [strategy for strategy in program.strategies if strategy is not auto]
         self._named = {name: STRATEGIES[name]() for name in (*CANDIDATES, DERIVING)}
         self._timings = Timings(arms={(EAGER, False): Arm()})
-        self._best = self._base
-        self._trial = Trial(self._base)
-        self._begun = False
+        self._best = self._arm = self._base
+        """What trains now is ``_arm``, with ``_steps`` since it took over; what has won so far is ``_best``."""
+        self._tried: list[Arm] = []
+        """In the order in which they took over."""
+        self._steps: list[TimedStep] = []
+        self._eager_parts: dict[str, str] = {}
+        """What ran eager before it took over."""
+        self._switching_seconds = 0.0
+        self._choosing, self._look_at = self._choose(), 0
+        self._batch: Any = None
         self._under_way: tuple[Any, float] | None = None
         """Shape and beginning of the optimizer step under way."""
         self._done: tuple[Any, float, bool] | None = None
@@ -120,16 +116,14 @@ class Chooser(StepHook):
     # ---- around a step -------------------------------------------------------------------------------------------
 
     def before(self, batch: Any) -> None:
-        """Where an optimizer step begins: judge the arm that trains, and let what is to be tried take over. Raises
-        nothing that a candidate raises."""
+        """Raises nothing that a candidate raises."""
         if self.decided or self._under_way is not None:
             return
-        if not self._begun:
-            if any(map(is_lazy, self._program.module.parameters())):  # of no shape before eager has run
-                return
-            self._begin(batch)
         self._note_step()
-        self._judge()
+        self._batch = batch
+        if len(self._steps) >= self._look_at:
+            passes = next(self._choosing, 0)
+            self._look_at = len(self._steps) + passes
         self._under_way = shape_of(batch), now()
 
     def after(self, *, stepped: bool) -> None:
@@ -152,27 +146,75 @@ class Chooser(StepHook):
     def _note_step(self) -> None:
         if self._done is not None:
             self._timings.shapes[self._done[0]] += 1
-            self._trial.steps.append(TimedStep(self._telemetry.last_step, *self._done))
+            self._steps.append(TimedStep(self._telemetry.last_step, *self._done))
             self._done = None
 
-    def _begin(self, batch: Any) -> None:
-        self._begun = True
+    # ---- the choice ------------------------------------------------------------------------------------------------
+
+    def _choose(self) -> Iterator[int]:
+        while any(map(is_lazy, self._program.module.parameters())):  # of no shape before eager has run
+            yield 1
+        self._begin()
+        while (arm := self._next()) is not None:
+            try:
+                yield from self._try(arm)
+            except GaveUp as reason:
+                self._drop(arm, str(reason))
+        if self._arm is not self._best:
+            self._switch_to(self._best)
+        self._decided_at = self._loop.steps_done
+        self._program.notes.append(self._line())
+
+    def _try(self, arm: Arm) -> Iterator[int]:
+        """``arm`` takes over, warms up and is timed; it stays as the best, or steps back. Raises GaveUp."""
+        if arm is not self._arm:
+            takes = self._loop.broadcast(self._timings.expected_setup(arm, self._best))
+            if takes >= ANNOUNCED_SECONDS:
+                step = self._loop.steps_done + 1
+                self._program.notes.append(
+                    f"auto: step {step:,} begins to compile {arm.name}, which may take {takes:.0f} s"
+                )
+            self._switch_to(arm)
+        yield WARMUP_STEPS
+        self._look_for_failures()
+        while len(self._steps) < MAX_WARMUP_STEPS and self._loop.any_rank(self._still_warming_up()):
+            yield CHECK_EVERY
+            self._look_for_failures()
+        if arm.captured and not self._loop.all_ranks(self._program.replays > 0):
+            raise GaveUp(f"no step was captured in {len(self._steps)} steps")
+        warmup = len(self._steps) - (0 if arm is self._base else QUIET_STEPS)
+        yield warmup + TIMED_STEPS - len(self._steps)
+        self._look_for_failures()
+        while (found := self._loop.broadcast(self._measured(warmup))) is None:
+            yield CHECK_EVERY
+            self._look_for_failures()
+        arm.by_shape, arm.step_seconds, arm.setup_seconds, arm.never_waited_steps, stays = found
+        if stays:
+            self._best = arm
+        else:
+            arm.stepped_back_at_step = self._loop.steps_done
+
+    def _next(self) -> Arm | None:
+        """What to try now; None where the steps to come pay for nothing."""
+        arm = self._timings.next(self._best, self._steps_left, process_age_seconds() or 0.0)
+        key = self._loop.broadcast(None if arm is None else (arm.module, arm.captured))
+        return None if key is None else self._timings.arms[key]
+
+    def _begin(self) -> None:
+        self._steps = []
         for name in MODULES:
             if name in (EAGER, *self._auto.candidates):
                 self._timings.take_in(name, captures=self._may_capture())
         if self._auto.remember:
-            self._memory = timings_file(self._program, self._loop, batch, leave_out=self._auto.name)
+            self._memory = timings_file(self._program, self._loop, self._batch, leave_out=self._auto.name)
             remembered = load_timings(self._timings, self._memory)
             # The first process decides: clocks and caches of the others may say something else.
             self._timings, self._remembered = self._loop.broadcast((self._timings, remembered))
         padding = self._program.padding
         self._timings.static = padding is not None and padding.dynamic is False
         self._expect_compiles()
-        self._best, self._trial = self._base, Trial(self._base)
-        self._base.switched_at_step = self._loop.steps_done
-        known = self._timings.next(self._base, self._steps_left, 0.0, known=True)
-        if known is not None:
-            self._try(known)
+        self._best = self._arm = self._base
+        self._base.switched_at_step, self._tried = self._loop.steps_done, [self._base]
 
     def _expect_compiles(self) -> None:
         """Count what each way to train modules would compile."""
@@ -196,105 +238,78 @@ class Chooser(StepHook):
 
     # ---- an arm ----------------------------------------------------------------------------------------------------
 
-    def _try(self, arm: Arm) -> None:
-        takes = self._loop.broadcast(self._timings.expected_setup(arm, self._best))
-        if takes >= ANNOUNCED_SECONDS:
-            at = self._loop.steps_done + 1
-            note = f"auto: step {at:,} begins to compile {arm.name}, which may take {takes:.0f} s"
-            self._program.notes.append(note)
-        self._switch_to(arm)
-
     def _switch_to(self, arm: Arm) -> None:
-        """``arm`` trains from now on; where it cannot, another one."""
-        began, before = now(), self._program.eager_parts
+        """``arm`` trains from now on. Raises GaveUp where it cannot."""
+        began, self._eager_parts = now(), self._program.eager_parts
         error: Exception | None = None
         if arm.switched_at_step is None:
             arm.switched_at_step, arm.step_seconds_before = self._loop.steps_done, self._best.step_seconds
+            self._tried.append(arm)
         try:
             self._switch(self._strategies(arm))
         except Exception as caught:  # whatever it is, the run continues without this candidate
             error = caught
-        self._trial = Trial(arm, now() - began, before)
+        self._arm, self._steps, self._switching_seconds = arm, [], now() - began
         if not self._loop.any_rank(error is not None):
             return
         if arm is self._best:  # it trained before, so that something else is wrong
             raise error or RuntimeError(f"auto: another process could not go back to {arm.name}")
         reason = str(error) if isinstance(error, ValueError) else one_line(error) if error else None
-        self._drop(reason or "another process failed")
-
-    def _judge(self) -> None:
-        """Judge the arm that trains once enough is known of it; the same on all processes."""
-        trial, arm, count = self._trial, self._trial.arm, len(self._trial.steps)
-        if count < max(trial.look_at, WARMUP_STEPS):
-            return
-        trial.look_at = count + CHECK_EVERY
-        if arm is not self._base and (reason := self._gave_up(arm)) is not None:
-            self._drop(reason)
-        elif trial.warmup_steps is not None:
-            self._telemetry.meter.time_steps()
-            if (found := self._loop.broadcast(self._measured())) is None:
-                return
-            arm.by_shape, arm.step_seconds, arm.setup_seconds, arm.never_waited_steps, stays = found
-            if stays:
-                self._best = arm
-            else:
-                arm.stepped_back_at_step = self._loop.steps_done
-            self._go_on()
-        elif count >= MAX_WARMUP_STEPS or not self._loop.any_rank(self._still_warming_up()):
-            if arm.captured and not self._loop.all_ranks(self._program.replays > 0):
-                self._drop(f"no step was captured in {count} steps")
-                return
-            trial.warmup_steps = count - (0 if arm is self._base else QUIET_STEPS)
-            trial.look_at = trial.warmup_steps + TIMED_STEPS
+        raise GaveUp(reason or "another process failed")
 
     def _still_warming_up(self) -> bool:
         """Whether something is still being prepared."""
         program = self._program
         busy = program.found is not None
         busy |= any(region.called and region.state == "checking" for region in program.regions)
-        busy |= self._trial.arm.captured and not (program.done_capturing and program.replays)
-        return busy or not all(one.steady for one in self._trial.steps[-QUIET_STEPS:])
+        busy |= self._arm.captured and not (program.done_capturing and program.replays)
+        return busy or not all(one.steady for one in self._steps[-QUIET_STEPS:])
 
-    def _measured(self) -> tuple[dict[Any, list[float]], float, float, int | None, bool] | None:
-        """What was measured of the arm that trains, and whether it stays; None where more steps have to be timed."""
-        arm, steps, warmup, left = self._trial.arm, self._trial.steps, self._trial.warmup_steps, self._steps_left
+    def _look_for_failures(self) -> None:
+        """Raises GaveUp where nothing of what the arm adds is compiled or captured any more."""
+        arm, program = self._arm, self._program
+        if arm is self._base:
+            return
+        lost = arm.module != EAGER and all(region.state == "failed" for region in program.regions)
+        lost |= arm.captured and not program.captures
+        if self._loop.any_rank(lost):
+            reasons = (why for part, why in program.eager_parts.items() if self._eager_parts.get(part) != why)
+            raise GaveUp(next(reasons, "nothing of it could be compiled"))
+
+    def _measured(self, warmup: int) -> tuple[dict[Any, list[float]], float, float, int | None, bool] | None:
+        """What was measured of the arm after ``warmup`` steps, and whether it stays; None where more have to be
+        timed."""
+        self._telemetry.meter.time_steps()
+        arm, best, steps, left = self._arm, self._best, self._steps, self._steps_left
         timed = [one for one in steps[warmup:] if one.steady]
-        if not timed or (len(timed) < TIMED_STEPS and len(steps) < MAX_STEPS):
+        last = len(timed) >= MAX_TIMED_STEPS or len(steps) >= MAX_STEPS
+        if not timed or not (last or len(timed) >= TIMED_STEPS):
             return None
         by_shape: dict[Any, list[float]] = {}
         for one in timed:
             by_shape.setdefault(one.shape, []).append(one.step.seconds)
         median = statistics.median(one.step.seconds for one in timed)
         measured = Arm(step_seconds=median, by_shape=by_shape)
-        last = len(timed) >= MAX_TIMED_STEPS or len(steps) >= MAX_STEPS
-        if arm is self._best or not self._best.by_shape:
+        if arm is best or not best.by_shape:
             # What an earlier run chose was not measured against anything here: it stays.
-            stays, enough = True, last or measured.compared(measured)[1] <= BASE_ERROR or len(timed) >= BASE_STEPS
+            stays, sure = True, measured.compared(measured)[1] <= BASE_ERROR or len(timed) >= BASE_STEPS
         else:
-            assert self._best.step_seconds is not None
-            ratio, error = measured.compared(self._best)
-            to_come = self._timings.capture_seconds(arm, self._best, left, {one.shape for one in steps})
-            stays = ratio < 1 - MARGIN and (1 - ratio) * self._best.step_seconds * left > to_come
-            enough = last or abs(ratio - (1 - MARGIN)) > SURE * error
-        if not enough or (sum(measured.seconds) < TIMED_SECONDS and not last):
+            assert best.step_seconds is not None
+            ratio, error = measured.compared(best)
+            to_come = self._timings.capture_seconds(arm, best, left, {one.shape for one in steps})
+            stays = ratio < 1 - MARGIN and (1 - ratio) * best.step_seconds * left > to_come
+            sure = abs(ratio - (1 - MARGIN)) > SURE * error
+        if not (last or (sure and sum(measured.seconds) >= TIMED_SECONDS)):
             return None
-        prepared = [one for place, one in enumerate(steps) if one.step.compiled or place < (warmup or 0)]
-        setup = self._trial.switching_seconds + sum(max(0.0, one.seconds - median) for one in prepared)
+        prepared = [one for place, one in enumerate(steps) if one.step.compiled or place < warmup]
+        setup = self._switching_seconds + sum(max(0.0, one.seconds - median) for one in prepared)
         ahead = sum(one.ahead for one in timed)
         waited = ahead < max(AHEAD_STEPS, AHEAD_SHARE * len(timed))
         return by_shape, median, 0.0 if arm is self._base else setup, None if waited else ahead, stays
 
-    def _gave_up(self, arm: Arm) -> str | None:
-        """Why nothing of what ``arm`` adds is compiled or captured any more."""
-        program = self._program
-        lost = arm.module != EAGER and all(region.state == "failed" for region in program.regions)
-        lost |= arm.captured and not program.captures
-        reasons = [why for part, why in program.eager_parts.items() if self._trial.eager_parts.get(part) != why]
-        return next(iter(reasons), "nothing of it could be compiled") if self._loop.any_rank(lost) else None
-
-    def _drop(self, reason: str) -> None:
-        """Go on without the arm that trains; what eager's steps cannot be captured for holds for compiled ones, too."""
-        trial, arm, out = self._trial, self._trial.arm, [self._trial.arm]
+    def _drop(self, arm: Arm, reason: str) -> None:
+        """Go on without ``arm``; what eager's steps cannot be captured for holds for compiled ones, too."""
+        out = [arm]
         if SECOND_ORDER in reason:
             # Larger graphs would find the same after a longer wait.
             larger = MODULES[MODULES.index(arm.module) : -1]
@@ -305,24 +320,9 @@ class Chooser(StepHook):
         for one in out:
             one.failed = one.failed or reason
         arm.stepped_back_at_step = self._loop.steps_done
-        spent = trial.switching_seconds + sum(one.host_seconds for one in trial.steps)
-        spent -= len(trial.steps) * (self._best.step_seconds or 0.0)
+        spent = self._switching_seconds + sum(one.host_seconds for one in self._steps)
+        spent -= len(self._steps) * (self._best.step_seconds or 0.0)
         arm.setup_seconds = float(self._loop.broadcast(max(0.0, spent)))
-        self._go_on()
-
-    # ---- the decision ----------------------------------------------------------------------------------------------
-
-    def _go_on(self) -> None:
-        """With the next arm to try or, where the steps to come pay for none, with the best for good."""
-        arm = self._timings.next(self._best, self._steps_left, process_age_seconds() or 0.0)
-        key = self._loop.broadcast(None if arm is None else (arm.module, arm.captured))
-        if key is not None:
-            self._try(self._timings.arms[key])
-            return
-        if self._trial.arm is not self._best:
-            self._switch_to(self._best)
-        self._decided_at = self._loop.steps_done
-        self._program.notes.append(self._line())
 
     @property
     def _steps_left(self) -> float:
@@ -344,11 +344,13 @@ class Chooser(StepHook):
         names = [arm.module] * (arm.module != EAGER) + ["cuda_graph"] * arm.captured
         return ordered(self._named[name] for name in names)
 
+    # ---- at the end ------------------------------------------------------------------------------------------------
+
     def restore(self) -> list[Strategy]:
         """Leave the module as the best arm has it; returns all strategies of the run with it."""
-        if self._trial.arm is not self._best:
+        if self._arm is not self._best:
             self._switch(self._strategies(self._best))
-            self._trial = Trial(self._best)
+            self._arm = self._best
         return ordered([*self._others, *self._strategies(self._best)])
 
     def finish(self) -> list[Strategy]:
@@ -358,13 +360,10 @@ class Chooser(StepHook):
         line = self._line()
         if not self.decided:
             program.notes.append(line)
-        arms = sorted(
-            self._timings.arms.values(),
-            key=lambda arm: done + 1 if arm.switched_at_step is None else arm.switched_at_step,
-        )
-        table = {arm.name: arm.row(done) for arm in arms}
+        tried = self._tried
+        untried = [arm for arm in self._timings.arms.values() if arm.switched_at_step is None]
+        table = {arm.name: arm.row(done) for arm in (*tried, *untried)}
         gains = [row["gained_seconds"] for row in table.values() if row["gained_seconds"] is not None]
-        tried = [arm for arm in arms if arm.switched_at_step is not None]
         if len(tried) > 1:
             program.notes.append(table_lines(table, self._best.name))
         program.report[self._auto.name] = {

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from trainer.report.statistics import Cost, best_at, envelope
+
 EAGER, DERIVING = "eager", "second_order"
 MODULES = (EAGER, "regional", "whole", DERIVING)
 """Ways to train modules, each compiling no less than the one before; the last one is an arm once another one could not
@@ -26,7 +28,7 @@ CAPTURE_SECONDS, CAPTURE_STEPS = 0.5, 12
 """0.05 to 0.5 s, or steps' time where the device never waits (1.2 s of GPT-2 at 90 ms, 0.6 s of BERT at 48 ms)."""
 COMPILER_SECONDS, EACH_GRAPH, EACH_LAYER, REPEATED = 2.0, 2.0, 0.35, 0.5
 """To start the compiler, for each graph, and for each module with weights of its own in it, of which a repeated one
-counts ``REPEATED``: 0.6 to 1.7 times this in 11 of 12 programs, 8 to 78 s (docs/log.md, 2026-11-27)."""
+counts ``REPEATED``: 0.6 to 1.7 times this in 11 of 12 programs, 8 to 78 s."""
 CACHED_SECONDS = 5.0
 """Code that is in the compiler's caches is traced and checked again."""
 OFF = (0.5, 3.0)
@@ -48,7 +50,7 @@ JUDGED_STEPS = 20
 """Steps after which an arm is judged, about."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Arm:
     """One way to train, with what this run, or an earlier one of the same program, found out about it."""
 
@@ -200,61 +202,55 @@ class Timings:
     # ---- what it saves
 
     def expected_over(self, arm: Arm, best: Arm) -> float:
-        """Seconds of a step of ``arm`` over one of ``best``: measured, else the most by what the timed arms that differ
-        from it in one thing let expect; one where there is none."""
+        """Seconds of a step of ``arm`` over one of ``best``: measured, else expected of what differs between them."""
         if arm.step_seconds is not None:
             return arm.over(best)
-        timed = [one for one in self.arms.values() if one.step_seconds is not None]
-        saved = ((one, self._saved(one, arm)) for one in timed)
-        return max((one.over(best) * (1 - share) for one, share in saved if share is not None), default=1.0)
+        if arm.module == best.module:
+            return 1.0 - (SAVED_BY_CAPTURE if best.never_waited_steps is None else SAVED_OF_GAPS)
+        timed, eager = best, self.arms[EAGER, arm.captured]
+        if eager.step_seconds is not None:
+            # Regions that saved little have left something out, which one graph may have.
+            little = best.module == "regional" and best.over(eager) > 1 - SAVED / 2
+            timed = eager if little or best.captured != arm.captured else best
+        return timed.over(best) * self._left(arm.module) / self._left(timed.module)
 
-    def _saved(self, timed: Arm, arm: Arm) -> float | None:
-        """The share of a step of ``timed`` that ``arm`` saves; None where the one says nothing of the other."""
-        if timed.module == arm.module:
-            if timed.captured:  # no graph is dropped to see whether it gained anything
-                return 0.0
-            return SAVED_BY_CAPTURE if timed.never_waited_steps is None else SAVED_OF_GAPS
-        if timed.captured != arm.captured:
-            return None
-        if MODULES.index(arm.module) < MODULES.index(timed.module):
-            return 0.0
+    def _left(self, module: str) -> float:
+        """The share of eager's step that is left."""
+        if module == EAGER:
+            return 1.0
         if not self.static and len(self.shapes) > 2:  # a second one may be a last, smaller batch
-            return SAVED_SYMBOLIC
+            return 1.0 - SAVED_SYMBOLIC
         more = WHOLE_OVER_BLOCKS if self.blocks_alone else WHOLE_OVER_PARTS
-        if timed.module == EAGER:
-            return SAVED if arm.module == "regional" else 1 - (1 - SAVED) * (1 - more)
-        # Regions that saved little have left something out, which one graph may have.
-        eager = self.arms[EAGER, timed.captured]
-        return more if eager.step_seconds is None or timed.over(eager) <= 1 - SAVED / 2 else None
+        return (1 - SAVED) * (1.0 if module == "regional" else 1 - more)
 
     # ---- the rule
 
-    def next(self, best: Arm, steps_left: float, age_seconds: float, *, known: bool = False) -> Arm | None:
-        """The arm to try after ``best``; None where the steps to come pay for none. ``age_seconds`` is how long the
-        process has run; ``known``: of those that an earlier run has timed."""
+    def next(self, best: Arm, steps_left: float, age_seconds: float) -> Arm | None:
+        """The arm to time after ``best``; None where the steps to come pay for none. ``age_seconds`` is how long the
+        process has run. Where this run has timed nothing yet, it is what an earlier one found to be best, or eager."""
         if best.step_seconds is None:
-            return None
-        left, found = steps_left * best.step_seconds, list[tuple[bool, float, Arm]]()
+            return best
+        timed, left, costs = bool(best.by_shape), steps_left * best.step_seconds, dict[Arm, Cost]()
         for arm in self.arms.values():
-            if arm is best or arm.switched_at_step is not None or arm.failed or (known and arm.step_seconds is None):
+            known, compiles = arm.step_seconds is not None, arm.module != best.module
+            if arm is best or arm.switched_at_step is not None or arm.failed or not (timed or known):
                 continue
             if best.captured and not (arm.captured or self.arms[arm.module, True].failed):
                 continue
-            if arm.captured and not best.captured and arm.module != best.module and arm.step_seconds is None:
+            if arm.captured and not best.captured and compiles and not known:  # one thing at a time
                 continue
-            setup, captures = self.expected_setup(arm, best), self.capture_seconds(arm, best, steps_left)
-            saved = left * (1 - self.expected_over(arm, best)) - captures
-            if saved <= (PAYS * setup if arm.step_seconds is None else setup + MARGIN * left):
+            setup, over = self.expected_setup(arm, best), self.expected_over(arm, best)
+            captures = self.capture_seconds(arm, best, steps_left)
+            saved = left * (1 - over) - captures
+            if saved <= (setup + MARGIN * left if known else PAYS * setup):
                 continue
-            compiles = arm.module != best.module
-            if (
-                not compiles
-                and arm.step_seconds is None
-                and setup + self._captures_tried() > SHARE * (age_seconds + left)
-            ):
-                continue
-            found.append((compiles, setup - saved, arm))
-        return min(found, key=lambda one: one[:2])[2] if found else None
+            if known or compiles:
+                costs[arm] = Cost(step_seconds=best.step_seconds * over, warmup_seconds=setup + captures)
+            elif setup + self._captures_tried() <= SHARE * (age_seconds + left):
+                return arm
+        if costs:  # which a comparison of runs would advise for so many steps
+            return best_at(envelope(costs, None), steps_left)
+        return None if timed else best
 
     def _captures_tried(self) -> float:
         """Seconds that captures of further shapes are expected to take until captured steps are judged."""
@@ -265,19 +261,19 @@ class Timings:
 
 def table_lines(table: dict[str, dict[str, Any]], chosen: str) -> str:
     """What was tried, for a person."""
-    columns = {"setup_seconds": 1.0, "step_seconds_before": 1e3, "step_seconds": 1e3, "gained_seconds": 1.0}
-    rows = [["auto tried", "from", "to", "set-up s", "ms before", "ms a step", "gained s", ""]]
+
+    def figure(value: float | None, factor: float = 1.0) -> str:
+        return f"{'' if value is None else f'{value * factor:,.1f}':>11}"
+
+    wide = max(map(len, ["auto tried", *table]))
+    lines = [f"{'auto tried':{wide}}{'from':>10}{'to':>10}   set-up s  ms before  ms a step   gained s"]
     for name, row in table.items():
         if (began := row["switched_at_step"]) is not None:
-            ended = row["stepped_back_at_step"]
-            figures = ["" if row[key] is None else f"{row[key] * factor:,.1f}" for key, factor in columns.items()]
+            ended = "" if row["stepped_back_at_step"] is None else f"{row['stepped_back_at_step']:,}"
+            figures = figure(row["setup_seconds"]) + figure(row["step_seconds_before"], 1e3)
+            figures += figure(row["step_seconds"], 1e3) + figure(row["gained_seconds"])
             # The line of the choice says in full why an arm is out.
             why = textwrap.shorten((row["failed"] or "").partition("; ")[0], 80, placeholder=" ...")
-            steps = [f"{began + 1:,}", "" if ended is None else f"{ended:,}"]
-            rows.append([name, *steps, *figures, why or ("stays" if name == chosen else "")])
-    kept = [column for column in zip(*rows, strict=True) if any(column[1:]) or not column[0]]
-    widths = [max(map(len, column)) for column in kept][:-1]
-    lines = [
-        [row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:]), row[-1]] for row in zip(*kept, strict=True)
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+            stays = "stays" if name == chosen else ""
+            lines.append(f"{name:{wide}}{began + 1:>10,}{ended:>10}{figures}  {why or stays}".rstrip())
+    return "\n".join(lines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +26,21 @@ from trainer.advice import as_typed
 from trainer.guards import CompiledNothing, CompileFailed, Guarding, ParityError
 from trainer.telemetry import hardware
 from trainer.telemetry.record import AuditDifference, AuditFacts, Event, RunRecord
+from trainer.telemetry.source_lines import line_at
 from trainer.telemetry.telemetry import Telemetry
+from trainer.wording import first_few
 
 if TYPE_CHECKING:
     from strategies.cuda_graph.network import Network
     from strategies.cuda_graph.step_capture import StepCapture
     from strategies.optimizer.step import Update
 
-SHARE = 0.005
+SHARE = 0.01
 """Of the run's seconds, at most, that audits beyond the first rounds may take."""
 FULL_ROUNDS = 32
 """Optimizer steps up to which a round of audits looks at every signature of a kind, whatever that takes."""
+WAITS = 16
+"""Optimizer steps after which a round that waits for its share of the time is looked at again."""
 FIRST_STEPS = 3
 """Optimizer steps after which processes agree in any case on what does not compile."""
 CHANCES = 10
@@ -44,9 +49,11 @@ NEVER_CALLED = (
     "never called (a module has to be called itself, not its forward or another method, and not within a torch.compile "
     "of your own)"
 )
+IN_COMPILED_FUNCTION = "never called as a module: it may be part of {}, which a torch.compile of your own compiles"
 WAITING = "was never called, and holds nothing that is trained"
 OWN_CALL = "never called by torch's own call: its class has a __call__ that goes around it, and stays eager"
 CALLED_BESIDE = "called by another thread than the one that trains, and runs eager there"
+COPIES_CALLED = "copies of it are called in its place (a meta-learner's clones, DataParallel's replicas), and run eager"
 UNDER_A_MODE = (
     "called only where something looks at what runs (FlopCounterMode, a tracer, torch.func), and runs eager there"
 )
@@ -87,7 +94,7 @@ class Checks(StepHook):
         self.warned: set[str] = set()
         """Lines that were printed as warnings."""
         self._checkpoints: dict[str, int] = {}
-        self._saved, self._last_round = False, True
+        self._saved, self._last_round, self._first_rounds = False, True, 0.0
         self._forget = loop.around_save(self._note_checkpoint)
         self.facts = AuditFacts(verdict="not audited", reason=NOT_AUDITED if self._compares else SHARDED)
         self.first: list[Check] = []
@@ -117,8 +124,11 @@ class Checks(StepHook):
         step = self._steps + 1
         planned = self._loop.steps_planned
         last = planned is not None and self._loop.steps_done + max(len(self._program.kinds), 1) >= planned
-        if step >= self._next_round:
-            self._next_round *= 2
+        if step == 2 * FULL_ROUNDS:
+            self._first_rounds = self.facts.seconds
+        late = step - self._next_round
+        if late >= 0 and (step <= FULL_ROUNDS or (late % WAITS == 0 and self._may_spend())):
+            self._next_round = 2 * step
             self._begin_round(step)
         elif self._last_round and last:
             self._last_round = False
@@ -148,8 +158,8 @@ class Checks(StepHook):
         return self._loop.all_ranks(self._has_time())
 
     def _has_time(self) -> bool:
-        """Whether audits have taken no more than their share so far."""
-        return self.facts.seconds <= SHARE * (time.perf_counter() - self._began)
+        """Whether audits after the first rounds have taken no more than their share so far."""
+        return self.facts.seconds - self._first_rounds <= SHARE * (time.perf_counter() - self._began)
 
     def after(self, *, stepped: bool) -> None:
         """Between two steps: what the step's checks found comes into force."""
@@ -471,7 +481,9 @@ class Checks(StepHook):
         """Regions of which nothing was compiled so far, with the reason."""
         compiler, program = self._telemetry.compiler, self._program
         missing = {
-            one.path: one.reason if one.state == "failed" else _why_not_called(one) or CALLED_IN_VAIN
+            one.path: one.reason
+            if one.state == "failed"
+            else _why_not_called(one, compiler.of_the_user) or CALLED_IN_VAIN
             for one in program.regions
             if one.state == "failed"
             or not (one.called or _is_waiting_copy(one))
@@ -521,14 +533,23 @@ def _is_waiting_copy(region: Region) -> bool:
     return bool(weights) and not any(one.requires_grad for one in weights)
 
 
-def _why_not_called(region: Region) -> str | None:
+def _why_not_called(region: Region, users_compiled: Iterable[str]) -> str | None:
     if region.called:
         return None
     if region.called_beside_a_step:
         return CALLED_BESIDE
+    if region.copy_called:
+        return COPIES_CALLED
     if region.called_under_a_mode:
         return UNDER_A_MODE
-    return NEVER_CALLED if type(region.module).__call__ is nn.Module.__call__ else OWN_CALL
+    if type(region.module).__call__ is not nn.Module.__call__:
+        return OWN_CALL
+    places = [line for line in map(line_at, users_compiled) if line is not None]
+    if not places:
+        return NEVER_CALLED
+    return IN_COMPILED_FUNCTION.format(
+        first_few([f"{one.function} ({Path(one.file).name}:{one.number})" for one in places])
+    )
 
 
 def _by_reason(missing: dict[str, str]) -> str:

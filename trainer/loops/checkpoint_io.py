@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, empty
 
-from trainer.loops.ranks import host_group
+from strategies.loop_protocol import host_group
 from trainer.run_files import INDEX, META, beside, is_directory
 from trainer.telemetry.serialization import written_whole
 

@@ -17,7 +17,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -39,7 +39,7 @@ from strategies.loop_protocol import Loop, StepHook
 from strategies.regions import compiled_already, exclude_user_compiled, uncompile
 from strategies.tolerance import rounding_unit
 from strategies.torch_patches import static_marks_removed
-from trainer.advice import in_python, speaking_python
+from trainer.advice import in_python, refuse_unknown, speaking_python
 from trainer.guards import Guarding
 from trainer.telemetry import PROFILE, hardware
 from trainer.telemetry.record import NOT_STARTED, RunRecord, TrainingInfo
@@ -150,7 +150,7 @@ class CompiledTraining:
     def __init__(
         self,
         strategies: Iterable[Strategy] = (),
-        *,
+        *more: Never,
         whole: Iterable[str] = (),
         blocks: Iterable[str] = (),
         parts: Iterable[str] = (),
@@ -166,8 +166,17 @@ class CompiledTraining:
         on_slower: str = "warn",
         on_difference: str = "eager",
         profile: str = "off",
+        **unknown: Never,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        given = {
+            name: value for name, value in locals().items() if name not in ("self", "more", "unknown", "__class__")
+        }
+        name = type(self).__name__
+        refuse_unknown(name, unknown, CompiledTraining)
+        if more:
+            raise TypeError(
+                f"{name}() takes one list of strategies, {name}([Regional(), Cached()]), and options by name"
+            )
         # An iterator serves once.
         kept: dict[str, Any] = {name: list(one) if isinstance(one, Iterator) else one for name, one in given.items()}
         for name in ("whole", "blocks", "parts"):

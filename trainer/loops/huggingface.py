@@ -26,6 +26,7 @@ from strategies import Stage, Strategy
 from strategies.base import Padding
 from strategies.loop_protocol import RunMicroBatch
 from strategies.padding import length_of, to_edge
+from trainer.advice import refuse_unknown
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.lightning_internals import replace, replaced
 from trainer.loops.plain import SingleProcessLoop
@@ -56,6 +57,7 @@ def compile_trainer(
     Raises:
         ValueError: Strategies that conflict, and what of strategies, arguments or model cannot be combined.
     """
+    refuse_unknown("compile_trainer", options, CompiledTraining)
     compiled = CompiledTrainer(trainer, strategies, **options)
     trainer.add_callback(compiled)
     return compiled

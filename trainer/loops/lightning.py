@@ -194,9 +194,6 @@ class LightningLoop(RankReductions):
 
     # ---- several processes -----------------------------------------------------------------------------------------
 
-    def broadcast(self, value: Value) -> Value:
-        return self._trainer.strategy.broadcast(value)
-
     def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
         strategy = self._trainer.strategy
         return cast(Tensor, strategy.reduce(tensor.to(strategy.root_device), reduce_op=how))

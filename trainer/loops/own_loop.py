@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from strategies import Strategy
 from strategies.padding import length_of, to_edge
+from trainer.advice import refuse_unknown
 from trainer.loops.compiled_training import CompiledTraining
 from trainer.loops.plain import AUTOCAST, PlainLoop
 from trainer.run_end import main_script
@@ -91,6 +92,7 @@ def compile(
     Raises:
         ValueError: Strategies that conflict, and what of strategies and loop cannot be combined.
     """
+    refuse_unknown("crucible.compile", options, compile, CompiledTraining)
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches} must be at least 1")
     if precision not in (None, *(known := ("32-true", *AUTOCAST, *PRECISIONS.values()))):

@@ -38,9 +38,6 @@ class SingleProcessLoop(RankReductions):
     stream: torch.cuda.Stream | None = None
     _fetching: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)
 
-    def broadcast(self, value: Value) -> Value:
-        return value
-
     def reduced(self, tensor: Tensor, how: str = "sum") -> Tensor:
         return tensor
 

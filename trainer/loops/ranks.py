@@ -12,7 +12,6 @@ import socket
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from strategies.compile_errors import origin_of
+from strategies.loop_protocol import Value, gathered, host_group
 from trainer.loops.lightning_internals import on_sigterm, received_sigterm
 
 ROOT = Path(__file__).parents[2]
@@ -29,26 +29,6 @@ ROOT = Path(__file__).parents[2]
 
 UNKNOWN = 2**62
 """In the place of a number of batches."""
-
-_made: dict[str, tuple[object, dist.ProcessGroup]] = {}
-
-
-def host_group(thread: str = "main") -> dist.ProcessGroup:
-    """A gloo group of all processes beside the one that trains, made once for each of those; all processes call it.
-    Each ``thread`` that communicates has its own, because the order of two threads differs between processes."""
-    world = dist.group.WORLD
-    if thread not in _made or _made[thread][0] is not world:
-        group = dist.new_group(backend="gloo", timeout=group_timeout())
-        assert isinstance(group, dist.ProcessGroup)
-        _made[thread] = world, group
-    return _made[thread][1]
-
-
-def group_timeout() -> timedelta:
-    """How long a collective of the group that trains waits for a process; a new group has torch's default else."""
-    world: Any = dist.group.WORLD
-    timeout: timedelta = world._get_backend(world._device_types[-1]).options._timeout
-    return timeout
 
 
 def max_over_ranks(value: int, world_size: int) -> int:
@@ -74,6 +54,9 @@ class RankReductions:
 
     def min_over_ranks(self, value: int) -> int:
         return -max_over_ranks(-value, self.world_size)
+
+    def broadcast(self, value: Value) -> Value:
+        return value if self.world_size == 1 else gathered(value)[0]
 
 
 class Agreement:
@@ -182,10 +165,9 @@ def describe_process(rank: int, pid: int | None = None) -> str:
 
 def compare_facts(rank: int, facts: Mapping[str, str]) -> None:
     """All processes call it. Raises ValueError, in all alike, where ``facts`` (by name) differ between them."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (describe_process(rank), dict(facts)), group=host_group())
-    of_first, first = gathered[0]
-    for name, theirs in gathered:
+    every = gathered((describe_process(rank), dict(facts)))
+    of_first, first = every[0]
+    for name, theirs in every:
         for what in {**first, **theirs}:
             if first.get(what) != theirs.get(what):
                 raise ValueError(

@@ -91,7 +91,7 @@ class WorkloadComparison:
     """``cold`` or ``warm``: the caches that more arms started with (cold where as many). Times count from them."""
     unlike: list[str]
     """What should be the same in all runs and is not, a line each: ``torch: 2.11.0 (2 runs), 2.15.0 (3 runs)``."""
-    crossings: list[Crossing] = field(default_factory=list)
+    crossings: list[Crossing[str]] = field(default_factory=list)
     """Which arm, of those shown to be faster and the baseline, needs the least total time from which step on."""
     verdict: str = ""
     """One plain sentence: which arm to use, for how many steps."""
@@ -104,6 +104,12 @@ class WorkloadComparison:
         from trainer.report import tables  # which is made of comparisons
 
         return tables.html([self])
+
+    @property
+    def busy(self) -> str | None:
+        """That others took the processors while what is compared was measured, for which there is no verdict."""
+        judged = [self.rows[0], *(row for row in self.rows if row.ratio is not None)]
+        return next((flag for row in judged for flag in row.flags if flag.startswith(BUSY)), None)
 
     @property
     def best(self) -> str | None:
@@ -203,9 +209,8 @@ def _verdict(found: WorkloadComparison) -> str:
     if not ratios:
         without = base if found.rows[0].step_seconds is None else f"every arm but {base}"
         return f"{without} has no steady steps, so there is nothing to compare; longer runs have some"
-    judged = [found.rows[0], *(row for row in found.rows if row.ratio is not None)]
-    if busy := [flag for row in judged for flag in row.flags if flag.startswith(BUSY)]:
-        return f"no verdict, {busy[0]}"
+    if found.busy is not None:
+        return f"cannot tell, {found.busy}"
     if any(ratio.shown for ratio in ratios):
         text = _advice(found)
     elif all(ratio.low is None for ratio in ratios):

@@ -5,10 +5,10 @@ A file of records, ``docs/results/records/NAME.jsonl``, holds the runs of one wo
 table between ``<!-- table: NAME -->`` and ``<!-- end -->``; of ``losses-*.jsonl`` it shows the picture alone. Files
 ``*-models.jsonl`` hold several workloads; ``<!-- models: NAME -->`` begins a table of them all. Files ``same-*.jsonl``,
 of arms beside themselves, are for tests of the statistics. A ratio is the one that ``crucible compare`` gives; other
-figures are medians. Ratios and steps have the least and the largest of the rounds beside them. Of runs under the
-profiler only the device's own time of a step is taken, and the cold warm-up where no other run was. Where a page shows
-``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records. The README's table
-names its rows in ``<!-- summary``, one a line.
+figures are medians. Ratios, or steps where a table has no ratio, have the least and the largest round beside them. Of
+runs under the profiler only the device's own time of a step is taken, and the cold warm-up where no other run was.
+Where a page shows ``docs/pictures/NAME-PICTURE.png``, that picture (``pictures.PICTURES``) is drawn from the records.
+The README's table names its rows in ``<!-- summary``, one a line.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ RATIO, STEP, LOSS = "over eager", "ms a step", "final loss"
 TOKENS = "useful tokens/s"
 COLD, WARM = "warm-up s, cold", "warm-up s, warm"
 COUNTS = ("graphs", "graph breaks", "recompiles")
-COLUMNS = (RATIO, STEP, "device ms a step", COLD, WARM, "peak GiB", "graph breaks", LOSS)
-"""Figures that a table shows. What follows from a step's time, and counts, ``check`` compares as well."""
-RANGED = (RATIO, STEP)
-"""Figures that a table shows with the least and the largest round."""
+COLUMNS = (RATIO, STEP, "device ms a step", COLD, "peak GiB", "graph breaks", LOSS)
+"""Figures that a table shows. Warm starts, what follows from a step's time, and counts, ``check`` compares as well."""
 TOLERANCES = {RATIO: 0.03, LOSS: 0.02, **dict.fromkeys(COUNTS, 0.0)}
 """By how much a figure may lie outside of what the rounds gave, relatively; 0 = it is one of theirs exactly."""
 TIME_TOLERANCE = 0.05
@@ -245,7 +243,7 @@ def range_text(name: str, values: Sequence[float], figure: float | None = None) 
 
 
 def table(runs: Sequence[Run], link: str) -> list[str]:
-    """The lines of a table: conditions, a row for each arm, what the marks mean and what to know of an arm."""
+    """The lines of a table: conditions, arms, what to know of them. docs/results/README.md says what the marks mean."""
     compared = _compared(runs)
     rows = rows_in(compared, runs)
     records = [record for row in rows for record in row.records]
@@ -254,29 +252,35 @@ def table(runs: Sequence[Run], link: str) -> list[str]:
     columns = {"arm": [f"`{row.arm}`{' †' if (row.spread or 0) > MAX_SPREAD else ''}" for row in rows]}
     rounds = [len(row.records) for row in rows]
     columns |= _rounds_column(rounds)
+    ranged = RATIO if any(RATIO in row.figures for row in rows) else STEP
     for name in shown:
-        columns[name] = [cell_text(row, name) for row in rows]
+        columns[name] = [figure_text(row, name) if name == ranged else cell_text(row, name) for row in rows]
     for place, row in enumerate(rows):
         if row.compared is compared.baseline_row:
             columns[RATIO][place] = "1"
         elif row.compared.ratio is not None and not row.compared.ratio.shown:
             columns[RATIO][place] = NOT_SURE + columns[RATIO][place]
-    wide = any("†" in arm for arm in columns["arm"])
-    notes = [f"† its rounds spread by more than {MAX_SPREAD:.0%}."] * wide
-    notes += [f"{NOT_SURE} no difference is shown."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
-    notes += ["On a CPU the rows give ratios, no times."] * on_cpu
     # The losses are a column.
-    notes += [f"`{row.arm}`: {flag}." for row in rows for flag in row.compared.flags if not flag.startswith(LOSS)]
+    flags = ((row.arm, flag) for row in rows for flag in row.compared.flags if not flag.startswith(LOSS))
+    notes = _flag_lines((f"`{arm}`", flag) for arm, flag in flags)
     silent = [name for name in COUNTS if {ABSENT, "0"} >= set(columns.get(name, ()))]
     columns = {name: texts for name, texts in kept(columns).items() if name not in silent}
     conditions = f"{compared.workload} · {_conditions(records, rounds)} · [records]({link})"
     return [conditions, "", *piped(columns), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
 
 
+def _flag_lines(flags: Iterable[tuple[str, str]]) -> list[str]:
+    """What to know of rows, a line for each flag with all that have it. How busy a machine was is in the records."""
+    of: dict[str, list[str]] = {}
+    for row, flag in flags:
+        of.setdefault(BUSY if flag.startswith(BUSY) else flag, []).append(row)
+    return [f"{', '.join(named)}: {flag}." for flag, named in of.items()]
+
+
 def cell_text(row: PublishedRow, name: str) -> str:
-    """A figure as a table shows it: ``figure_text``, of most figures without its range."""
+    """The middle of a figure alone."""
     values = row.figures.get(name, ())
-    return figure_text(row, name) if name in RANGED else range_text(name, [middle(name, values)] if values else ())
+    return range_text(name, [middle(name, values)] if values else ())
 
 
 def _rounds_column(rounds: Sequence[int]) -> dict[str, list[str]]:
@@ -300,21 +304,23 @@ def _conditions(records: Sequence[RunRecord], rounds: Sequence[int]) -> str:
 
 
 def models(runs: Sequence[Run], link: str) -> list[str]:
-    """The lines of a table of several workloads: a row for each arm of each; then conditions, marks, what to know.
+    """The lines of a table of several workloads: conditions, a row for each arm of each but eager, and what to know.
 
     Eager's step is that of its runs, or of ``auto``, which begins in eager. Where there is neither, it is the one of
     the run's own windows by turns, which until 2026-11-28 were waited for step by step: eager is no slower (≤).
     """
-    texts, notes, records, rounds = [], [], [], []
+    texts, flags, records, rounds = [], [], [], []
     for found in workloads(runs):
         for row in rows_in(found, runs):
             records += row.records
+            flags += [(f"{found.workload}, `{row.arm}`", flag) for flag in row.compared.flags]
+            if row.compared is found.baseline_row and len(found.rows) > 1:
+                continue
             rounds.append(len(row.records))
             texts.append(_model_row(found, row))
-            notes += [f"{found.workload}, `{row.arm}`: {flag}." for flag in row.compared.flags]
     columns = {name: [text[name] for text in texts] for name in texts[0]}
     columns = {"model": columns["model"], "arm": columns["arm"]} | _rounds_column(rounds) | columns
-    notes += [f"{NOT_SURE} no difference is shown."] * any(text.startswith(NOT_SURE) for text in columns[RATIO])
+    notes = _flag_lines(flags)
     conditions = f"{_conditions(records, rounds)} · [records]({link})"
     return [conditions, "", *piped(kept(columns)), "", *(f"- {note}" for note in notes), *([""] if notes else [])]
 
@@ -326,9 +332,10 @@ def _model_row(found: WorkloadComparison, row: PublishedRow) -> dict[str, str]:
     turns = sorted(verdicts, key=lambda one: one.ratio or 0.0)[len(verdicts) // 2] if verdicts else None
     eager, over, wait, pays, bound = None, ABSENT, None, None, ""
     if base is not None:
-        over = "1" if compared is base else figure_text(row, RATIO)
+        over = figure_text(row, RATIO)
+        eager = None if base.step_seconds is None else base.step_seconds.median
         over = NOT_SURE + over if compared.ratio is not None and not compared.ratio.shown else over
-        if compared is not base and compared.cost is not None and base.cost is not None:
+        if compared.cost is not None and base.cost is not None:
             wait, pays = wait_seconds(compared, base), break_even_steps(compared.cost, base.cost)
     elif turns is not None:
         wait, pays, eager, step = (

@@ -24,8 +24,9 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.utils as dynamo_utils
 from torch import nn
 
+from strategies.compile_errors import is_ours
 from trainer.telemetry.record import CompilerFigures, Event
-from trainer.telemetry.source_lines import Line, display_path, innermost, line_at, lines_of_stack
+from trainer.telemetry.source_lines import Line, display_path, innermost, is_machinery, line_at, lines_of_stack
 from trainer.wording import shorten
 
 MAX_LINES = 20
@@ -100,6 +101,9 @@ class CompilerMonitor:
         self._compiled_under: set[type[nn.Module]] = set()
         """Classes of regions under whose calls code was compiled since ``start``, their own or what they call."""
         self._locations: dict[str, str] = {}
+        self.of_the_user: dict[str, None] = {}
+        """Where functions begin that were compiled since ``start`` under no region's call: by the user's own
+        ``torch.compile``."""
         self.beyond_limit: dict[type[nn.Module], str] = {}
         """Classes of regions of which some code was compiled as often as torch may, with the guard that failed last."""
 
@@ -143,9 +147,13 @@ class CompilerMonitor:
         new: list[Event] = []
         metrics = dynamo_utils.get_compilation_metrics()
         for metric in metrics[self._seen_metrics :]:
-            if metric.has_guarded_code:
-                self._compiled_under |= self._under.get(_frame(metric.compile_id), set())
             new.extend(self._events_of(metric))
+            if metric.has_guarded_code:
+                frame = _frame(metric.compile_id)
+                self._compiled_under |= self._under.get(frame, set())
+                file = metric.co_filename
+                if file and not (self._under.get(frame) or is_ours(file) or is_machinery(file)):
+                    self.of_the_user[self._locations[frame]] = None
         _EVER.update(self._compiled_under)
         self._seen_metrics = len(metrics)
         breaks = dynamo_utils.graph_break_reasons
