@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import signal
 import sys
 import sysconfig
 import traceback
@@ -140,6 +141,14 @@ def helped(reason: str) -> str:
 
 def _derives() -> bool:
     return getattr(sys.modules.get("torch._dynamo.config"), "trace_autograd_ops", False) is True
+
+
+def raised_by_signal(error: BaseException) -> bool:
+    """Whether a handler of a signal has raised it, wherever the program was then."""
+    handlers = [getattr(one, "func", one) for one in map(signal.getsignal, signal.valid_signals()) if callable(one)]
+    called = [one if hasattr(one, "__code__") else getattr(one, "__func__", type(one).__call__) for one in handlers]
+    codes = {one.__code__ for one in called if hasattr(one, "__code__")}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def root_of(error: BaseException) -> BaseException:

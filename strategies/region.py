@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line
+from strategies.compile_errors import REPLACED, helped, is_compile_error, is_out_of_memory, one_line, raised_by_signal
 from strategies.proven_code import STANCE, NoCode, NotCompiledYet, in_capture, without_compiling
 from strategies.region_check import Outcome, check_call, overlapping, tensors_of, weights_held, written_to
 from strategies.region_state import Changed, Large, RegionState
@@ -617,6 +617,8 @@ class Region(StandIn):
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # eager's own, which the step is about to raise itself, or one of copies alone
+            if raised_by_signal(error):
+                raise
             self._unchecked = one_line(error)
             return
         finally:
