@@ -600,7 +600,8 @@ def imports_of(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[tuple
                 full = importlib.util.resolve_name("." * level + one.argval, names.get("__package__"))
                 if isinstance(module := sys.modules.get(full), types.ModuleType):
                     yield module, taken or ()
-        before.append(one.argval)
+        if one.opname != "EXTENDED_ARG":  # of the instruction that follows: code with more than 255 names has them
+            before.append(one.argval)
 
 
 def is_users_module(module: types.ModuleType) -> bool:

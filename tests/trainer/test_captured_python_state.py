@@ -277,6 +277,13 @@ def of_an_imported_module() -> float:
     return elsewhere.SCALE_ELSEWHERE
 
 
+LONG = "\n    ".join(
+    ["def imported_by_long_code():", "if 0 > SCALE: (" + ", ".join(f"name_{number}" for number in range(256)) + ")"]
+    + ["from tests.trainer.capturing import SCALE_ELSEWHERE", "return SCALE_ELSEWHERE"]
+)
+exec(compile(LONG, __file__, "exec"))
+
+
 def partly() -> dict[str, Any]:
     weights = [1.0]
     return {"weights": weights, "look": functools.partial(list.__getitem__, weights, 0)}
@@ -322,7 +329,11 @@ reads(
     lambda self, value: setattr(type(self), "factor", value),
 )  # fmt: skip
 reads("ReadsAGlobal", "global SCALE", lambda self: SCALE, lambda self, value: globals().update(SCALE=value))
-for name, look in (("ImportsAGlobal", imported), ("ReadsAnImportedModule", of_an_imported_module)):
+for name, look in (
+    ("ImportsAGlobal", imported),
+    ("ReadsAnImportedModule", of_an_imported_module),
+    ("ImportsInLongCode", globals()["imported_by_long_code"]),
+):
     reads(
         name, "capturing.SCALE_ELSEWHERE", lambda self, look=look: look(),
         lambda self, value: setattr(sys.modules["tests.trainer.capturing"], "SCALE_ELSEWHERE", value),
