@@ -20,6 +20,7 @@ from tests.explain import planted
 from tests.explain.planted import Trained, like, loader
 from tests.trainer.ragged_modules import RAGGED, TextData, TextModel
 from tests.trainer.runs import SMALLEST
+from tests.trainer.test_in_process import AddsPadding
 from trainer.config import compose
 from trainer.telemetry.source_lines import line_at
 
@@ -150,13 +151,6 @@ def test_shapes_that_buckets_warms_are_no_problem(small: Callable[..., Explanati
     explanation = small(*overrides, "trainer.val_every_n_steps=0")
     assert explanation.problems == 0
     assert any("size mismatch" in each.texts[0] for each in explanation.recompiles)
-
-
-class AddsPadding(TextModel):
-    """Adds up over all positions, be they padding or not."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + self.embed(batch["tokens"]).square().mean()
 
 
 @pytest.mark.parametrize("kind", [TextModel, AddsPadding])

@@ -1,4 +1,4 @@
-"""The modules of ``tests.trainer.python_state_modules`` on a device: captured, they train as in eager."""
+"""The modules of ``tests.trainer.test_captured_python_state`` on a device: captured, they train as in eager."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from strategies import CudaGraph, Regional, Strategy
-from tests.trainer import python_state_modules as modules
-from tests.trainer.test_captured_python_state import STEPS, losses
+from tests.trainer.test_captured_python_state import MODULES, STEPS, losses
 from trainer.callback import Compile
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +18,7 @@ OF_THE_REGION = {"AddsAHookLater", "ReplacesALayer", "AttributeOfASubmodule"}
 
 
 @pytest.mark.parametrize("regional", [False, True], ids=["cuda_graph", "regional-cuda_graph"])
-@pytest.mark.parametrize("name", list(modules.MODULES))
+@pytest.mark.parametrize("name", list(MODULES))
 def test_losses_are_eagers_step_by_step(name: str, regional: bool, tmp_path: Path) -> None:
     strategies: list[Strategy] = [
         *([Regional(blocks=[], parts=["net"], fullgraph=False)] if regional else []),
@@ -28,7 +27,7 @@ def test_losses_are_eagers_step_by_step(name: str, regional: bool, tmp_path: Pat
     compile_ = Compile(strategies)
     captured = losses(name, tmp_path, compile_, accelerator="gpu")
     assert captured == pytest.approx(losses(name, tmp_path, Compile(), accelerator="gpu"), rel=1e-4)
-    report, (_, reason) = compile_.record.report["cuda_graph"], modules.MODULES[name]
+    report, (_, reason) = compile_.record.report["cuda_graph"], MODULES[name]
     print(name, "regional" if regional else "-", report["graphs"], report["replayed_steps"], report["refused"])
     if regional and name in OF_THE_REGION:
         return
@@ -39,7 +38,7 @@ def test_losses_are_eagers_step_by_step(name: str, regional: bool, tmp_path: Pat
         assert any(reason in refusal for refusal in report["refused"]), report["refused"]
 
 
-@pytest.mark.parametrize("name", list(modules.MODULES))
+@pytest.mark.parametrize("name", list(MODULES))
 def test_a_captured_network_ends_at_eagers_losses(name: str, tmp_path: Path) -> None:
     """To the last bit, whatever the step around it does on the host."""
     compile_ = Compile([CudaGraph(scope="network")])

@@ -310,8 +310,7 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def test_an_evaluation_in_the_middle_of_an_epoch_is_compiled_and_belongs_to_no_step() -> None:
-    model = Net()
-    optimizer = adam(model)
+    optimizer = adam(model := Net())
     with begin(None, model, optimizer, [Regional(**EAGER)]) as training:
         for index in steps(training, model, optimizer, 8):
             assert not is_plain(model)
@@ -332,8 +331,7 @@ def proofs(training: PlainTraining) -> list[Any]:
 
 
 def test_an_evaluation_before_the_optimizer_steps_leaves_the_step_compiled() -> None:
-    model = Net()
-    optimizer = adam(model)
+    optimizer = adam(model := Net())
     with begin(None, model, optimizer, [Regional(**EAGER)]) as training:
         for batch in training.batches(loader()):
             with torch.no_grad():
@@ -346,8 +344,7 @@ def test_an_evaluation_before_the_optimizer_steps_leaves_the_step_compiled() -> 
 
 
 def test_a_pause_belongs_to_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    optimizer = adam(model)
+    optimizer = adam(model := Net())
     with begin(None, model, optimizer, []) as training:
         for _ in steps(training, model, optimizer):
             training.pause()
@@ -358,8 +355,7 @@ def test_a_pause_belongs_to_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loop_that_is_left_early_has_a_finished_record(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = adam(model)
+    optimizer = adam(model := Net())
     with begin(tmp_path, model, optimizer, [Regional(**EAGER)]) as training:
         for index in steps(training, model, optimizer):
             if index == 3:
@@ -456,8 +452,7 @@ def test_a_script_that_ends_without_close_has_a_record_of_why(tmp_path: Path) ->
 
 
 def test_a_difference_ends_the_loop_where_that_is_asked_for(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = adam(model)
+    optimizer = adam(model := Net())
     how: dict[str, Any] = {"on_difference": "fail"}
     try:
         backends.Fault.forward = 1.01
@@ -494,8 +489,7 @@ def test_the_rounding_of_the_loops_own_autocast_is_no_difference(autocast: bool)
 
 
 def test_curves_go_to_the_writer_and_the_record_beside_them(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = adam(model)
+    optimizer = adam(model := Net())
     with SummaryWriter(str(tmp_path)) as writer:
         with begin(
             None, model, optimizer, [Regional(**EAGER)], writer=writer, save=True, log_every_n_steps=2
