@@ -119,6 +119,7 @@ def test_the_records_exit_code_is_the_processs(
         ),
         (["compile=whole", "compile.whole.options={shape_padding:true}"], ["use +compile.whole.options"]),
         (["compile=hole"], ["error: compile=hole is not an option; near: whole"]),
+        (["compile=nope"], ["error: compile=nope is not an option; there are auto, buckets, cached, "]),
         (["compile=[whole"], ["error: compile=[whole: a quote or a bracket is not closed, "]),
         (["hydra.run.dir=my ü"], ["error: hydra.run.dir=my ü: write it in quotes: 'hydra.run.dir=\"my ü\"'"]),
         (["hydra.run.dir=lr=3"], ["error: hydra.run.dir=lr=3: write it in quotes: 'hydra.run.dir=\"lr=3\"'"]),

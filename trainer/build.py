@@ -104,7 +104,8 @@ class Job:
                 misfit = checkpoint is not None and re.search("state_dict|loaded state dict", str(error))
                 if misfit and not self.started:
                     raise ValueError(
-                        f"resume={config.resume}: the checkpoint belongs to another model than this: {one_line(error)}"
+                        f"resume={config.resume}: the checkpoint belongs to another model than this; give the options "
+                        f"of the run that wrote it: {one_line(error)}"
                     ) from error
                 raise
             finally:
@@ -173,7 +174,7 @@ def build_trainer(config: Config, run_dir: Path, callbacks: list[L.Callback]) ->
     machine does not have.
     """
     settings = config.trainer
-    if settings.strategy.startswith("fsdp") and settings.strategy != "fsdp2" and settings.gradient_clip_val is not None:
+    if settings.strategy in ("fsdp", "fsdp_cpu_offload") and settings.gradient_clip_val is not None:
         raise ValueError(
             f"trainer.strategy={settings.strategy}: Lightning's FSDP cannot clip gradients by their norm; use "
             "trainer.strategy=fsdp2, or trainer.gradient_clip_val=null"

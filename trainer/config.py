@@ -156,10 +156,13 @@ def _store(group: str, name: str, make: Callable[[], Any], package: str | None) 
     options[f"{name}.yaml"] = _Option(name=f"{name}.yaml", node=node, group=group, package=package, provider=None)
 
 
-def known_options(group: str) -> list[str]:
-    """Names of the options of ``group`` that ship or that a plug-in has registered."""
+def known_options(group: str, listed: Iterable[str] = ()) -> list[str]:
+    """Names of the options of ``group`` that Hydra has ``listed``, else of those that ship or that a plug-in has
+    registered, without strategies that were removed."""
     files = [*_registered(group), *(file.name for file in (CONF / group).glob("*.yaml"))]
-    return sorted({name.removesuffix(".yaml") for name in files if name.endswith(".yaml")})
+    names = set(listed) or {name.removesuffix(".yaml") for name in files if name.endswith(".yaml")}
+    removed = {name for name, kind in STRATEGIES.items() if kind.removed} if group == "compile" else set()
+    return sorted(names - removed)
 
 
 _NO_NAME = re.compile(r"null|true|false|[\d.+-]+", re.IGNORECASE)

@@ -99,7 +99,7 @@ def _unknown(error: HydraException | OmegaConfBaseException) -> str | None:
     where = "" if file is None or ours else f"{file[1]}: "
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
-        known = list(error.options or known_options(group))
+        known = known_options(group, error.options or ())
         wrong = f"{where}{group}={name} is not an option"
         return wrong + (suggest(name, known) or f"; there are {', '.join(known)}") if group and known else None
     given = re.search(r"Could not override '(.+?)'", str(error))

@@ -206,6 +206,19 @@ def test_a_page_that_cannot_be_written_is_named(
     assert capsys.readouterr().err == f"error: {page}: Is a directory\n"
 
 
+@pytest.mark.parametrize("leads_to", ["/dev/null", "page.html"])
+def test_a_page_takes_the_place_of_no_link_and_no_device(leads_to: str, tmp_path: Path) -> None:
+    runs, link = save([record("eager", warmup_seconds=1.0)], tmp_path / "runs"), tmp_path / "r.html"
+    target = Path(leads_to)
+    if not target.is_absolute():
+        target = tmp_path / target
+        target.touch()
+    link.symlink_to(target)
+    assert main([str(runs), "-o", str(link)]) == 0
+    assert link.is_symlink()
+    assert target.is_char_device() or "<html" in target.read_text()
+
+
 def test_without_matplotlib_the_way_to_get_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,7 +163,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_in_one_line(
 
 
 def test_a_checkpoint_of_another_model_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"resume=.*belongs to another model") as raised:
+    with pytest.raises(ValueError, match=r"resume=.*belongs to another model.*; give the options of the run") as raised:
         train(tmp_path, f"resume={run_dir}", "task.size.decoder_width=32", "trainer.max_steps=4")
     assert len(str(raised.value).splitlines()) == 1
 

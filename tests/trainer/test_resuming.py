@@ -121,7 +121,7 @@ def other_groups(checkpoint: dict[str, Any]) -> None:
         (no_optimizers, "resume: the checkpoint holds 0 optimizers, this run has 1"),
         (another_schedule, "resume: the checkpoint's schedule is not this run's LambdaLR: it holds no lr_lambdas"),
         (another_optimizer, "resume: the checkpoint is of another optimizer than AdamW: it holds no betas, eps"),
-        (other_groups, "the checkpoint belongs to another model than this: ValueError: loaded state dict"),
+        (other_groups, "of the run that wrote it: ValueError: loaded state dict"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

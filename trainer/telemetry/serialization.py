@@ -37,8 +37,15 @@ def nan_to_none(value: Any) -> Any:
 def written_whole(target: Path, mode: str) -> Iterator[IO[Any]]:
     """A file to write in ``mode`` (``w``: UTF-8 text, ``wb``: bytes) that becomes ``target`` when the block ends.
 
-    A reader sees the old file or the new one, never a half; when the block raises, the old one stays, alone.
+    A reader sees the old file or the new one, never a half; when the block raises, the old one stays, alone. A link
+    stays one, and a device or a pipe (``/dev/stdout``) is written to.
     """
+    if target.exists() and not target.is_file() and not target.is_dir():
+        with target.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+        return
+    if target.is_symlink() and target.exists():
+        target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
