@@ -277,10 +277,11 @@ def of_an_imported_module() -> float:
     return elsewhere.SCALE_ELSEWHERE
 
 
-LONG = "\n    ".join(
-    ["def imported_by_long_code():", "if 0 > SCALE: (" + ", ".join(f"name_{number}" for number in range(256)) + ")"]
-    + ["from tests.trainer.capturing import SCALE_ELSEWHERE", "return SCALE_ELSEWHERE"]
-)
+LONG = f"""def imported_by_long_code():
+    if 0 > SCALE: ({", ".join(f"name_{number}" for number in range(256))})
+    from tests.trainer.capturing import SCALE_ELSEWHERE
+    return SCALE_ELSEWHERE
+"""
 exec(compile(LONG, __file__, "exec"))
 
 
