@@ -125,12 +125,13 @@ def test_a_step_after_a_checkpoint_is_audited_where_there_is_time(
     assert asked == {1e9: [2, 4, 6, 8, 11, 16, 20], 0.0: [2, 4, 8, 16, 20]}
 
 
-@pytest.mark.parametrize(("share", "rounds"), [(1e9, 8), (0.0, 7)])
+@pytest.mark.parametrize(("share", "micro_batches", "rounds"), [(1e9, 1, 8), (0.0, 1, 7), (0.0, 2, 7)])
 def test_from_step_64_on_audits_wait_for_their_share_of_the_time(
-    share: float, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, micro_batches: int, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "SHARE", share)
-    _, record = trained(tmp_path, steps=140, trainer={"max_epochs": -1})
+    options = {"max_epochs": -1, "accumulate_grad_batches": micro_batches}
+    _, record = trained(tmp_path, steps=140, trainer=options)
     assert len(record.audits.steps) == rounds, "at 2, 4, 8, 16, 32, 64, perhaps 128, and 140, or soon after"
     assert record.audits.last_clean_step == 140
 

@@ -124,8 +124,6 @@ class Checks(StepHook):
         step = self._steps + 1
         planned = self._loop.steps_planned
         last = planned is not None and self._loop.steps_done + max(len(self._program.kinds), 1) >= planned
-        if step == 2 * FULL_ROUNDS:
-            self._first_rounds = self.facts.seconds
         late = step - self._next_round
         if late >= 0 and (step <= FULL_ROUNDS or (late % WAITS == 0 and self._may_spend())):
             self._next_round = 2 * step
@@ -166,6 +164,8 @@ class Checks(StepHook):
         self._in_step = False
         self._steps += stepped
         self.apply_results(agreeing=stepped and self._agrees())
+        if stepped and self._steps == 2 * FULL_ROUNDS - 1:
+            self._first_rounds = self.facts.seconds
         if stepped and self._steps in (1, CHANCES) and self._record.regions:
             self._verify(last=self._steps == CHANCES)
         if stepped and self._loop.steps_done % self._loop.log_every_n_steps == 0:
