@@ -193,7 +193,7 @@ def compare(
 
 
 def differing(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Of each pair, which has one shape, whether its numbers differ; NaN is equal to NaN."""
+    """Of each pair, whether shapes or numbers differ; NaN is equal to NaN."""
     largest = [math.nan] * len(pairs)
     for places in _chunks(pairs):
         ones, others = ([pairs[place][side].detach() for place in places] for side in (0, 1))
@@ -204,15 +204,18 @@ def differing(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
     one, other = _dense(one), _dense(other).to(one.device)
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _chunks(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[int]]:
-    """Places of pairs of dense floats, of one type and device and within ``CHUNK_BYTES``: a few launches for all."""
+    """Places of pairs of dense floats of one shape, of one type and device and within ``CHUNK_BYTES``: a few launches
+    for all."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, (one, other) in enumerate(pairs):
-        dense = one.layout is other.layout is torch.strided
+        dense = one.layout is other.layout is torch.strided and one.shape == other.shape
         if dense and one.is_floating_point() and (one.dtype, one.device) == (other.dtype, other.device):
             alike.setdefault((one.device, one.dtype), []).append(place)
     for places in alike.values():
@@ -249,7 +252,7 @@ def _own_of_equal(
     names: Sequence[str], expected: Tensors, seen: Tensors, exact: Tensors, starts: Tensors
 ) -> dict[str, float]:
     """The first of the ``_figures``, which others are measured by, of tensors that are equal on all sides."""
-    equal = [name for name in names if name not in exact or exact[name].shape == expected[name].shape]
+    equal = list(names)
     for side in (seen, exact):
         there = [name for name in equal if name in side]
         differs = dict(zip(there, differing([(expected[name], side[name]) for name in there]), strict=True))

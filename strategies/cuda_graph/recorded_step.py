@@ -234,11 +234,11 @@ class StepRecorder:
             seen = again()
             # What one of the two lacks: gradients that lie in memory which graphs use for other things, too.
             both = [key for key in expected if key in seen]
-            if not any(unequal([(expected[key], seen[key]) for key in both])):
+            if not any(unequal((expected[key], seen[key]) for key in both)):
                 return []
             first = {key: _kept(seen[key], record.on_host) for key in both}
             second = again()
-            if not any(unequal([(first[key], second[key]) for key in both])):
+            if not any(unequal((first[key], second[key]) for key in both)):
                 return self._compare(both, expected, first, None, starts)
             found = self._compare(both, first, expected, second, starts)
             for _ in range(FURTHER_REPLAYS):
@@ -291,7 +291,7 @@ def _without_noise(
     differs itself. That mean gradient is compared as it is."""
     found: dict[tuple[str, str], Tensor] = {}
     weights = [key for key in expected if key[0] == "weight" and key in seen and key in starts]
-    for key, differs in zip(weights, unequal([(expected[key], seen[key]) for key in weights]), strict=True):
+    for key, differs in zip(weights, unequal((expected[key], seen[key]) for key in weights), strict=True):
         mean = "optimizer", f"{key[1]}.exp_avg"
         if not differs or mean not in expected or mean not in seen:
             continue
@@ -312,12 +312,9 @@ def _kept(tensor: Tensor, on_host: bool) -> Tensor:
     return tensor.to("cpu", copy=True) if on_host else tensor.clone()
 
 
-def unequal(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Of each pair, whether the numbers differ; NaN is equal to NaN."""
-    local = [(local_shard(one), local_shard(other)) for one, other in pairs]
-    alike = [one.shape == other.shape for one, other in local]
-    differs = iter(differing([pair for pair, fits in zip(local, alike, strict=True) if fits]))
-    return [not fits or next(differs) for fits in alike]
+def unequal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
+    """``differing`` of this process's parts."""
+    return differing([(local_shard(one), local_shard(other)) for one, other in pairs])
 
 
 def tensors_of(results: Any) -> Left:
