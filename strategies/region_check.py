@@ -801,7 +801,7 @@ def _copied(
         return copies[id(tensor)]
 
     copied = pytree.tree_map_only(Tensor, copy, given)
-    state.lend(copy)
+    state.put_copies(copy)
     return copied, named, versions
 
 

@@ -154,7 +154,7 @@ class RegionState:
         self._versions += [(one, one._version) for one, *_ in self._weights if not one.is_inference()]
         self._keep(module, "self")
         for tensor in itertools.chain(module.parameters(), buffers):
-            self._put_back.append(_marks_restorer(tensor))
+            self._put_back.append(_tensor_attributes_restorer(tensor))
             for name, one in vars(tensor).items():
                 if not name.startswith(_OF_DYNAMO):
                     self._keep(one, f"a tensor's {name}")
@@ -205,7 +205,7 @@ class RegionState:
         torch._C._autograd._unsafe_set_version_counter(tensors, versions)
         set_random_state(self.random)
 
-    def lend(self, copy: Callable[[Tensor], Tensor]) -> None:
+    def put_copies(self, copy: Callable[[Tensor], Tensor]) -> None:
         """Let objects among the arguments hold what ``copy`` makes of their tensors, until they are put back."""
 
         def copied(tensor: Tensor) -> Tensor:
@@ -686,7 +686,7 @@ def entries_of(container: Any) -> Any:
     return frozenset(_entries(container)) if isinstance(container, set) else _entries(container)
 
 
-def _marks_restorer(tensor: Tensor) -> PutBack:
+def _tensor_attributes_restorer(tensor: Tensor) -> PutBack:
     """Attributes that a tensor was given, but for the compiler's."""
     before = dict(vars(tensor))
 
